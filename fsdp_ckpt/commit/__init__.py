@@ -1,0 +1,1 @@
+"""What makes a checkpoint exist: attempts, the publish, and the catalog. Knows neither torch nor DCP."""

@@ -1,0 +1,264 @@
+"""One committed checkpoint, open for verified reading.
+
+    manifest --layout--> which ranks' files hold a box --header--> where in the file --blocks--> bytes
+
+Invariant: no byte is handed out whose block's digest was not checked. Reads go into *source images*:
+buffers laid out like the data of the file they come from, of which only the needed blocks are touched.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fsdp_ckpt.commit.publish import read_manifest
+from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
+from fsdp_ckpt.manifest.schema import Manifest, TensorRow
+from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
+from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
+from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, blocks_of, coalesce_blocks
+from fsdp_ckpt.storage.shard_io import digest, read_ranges
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["Checkpoint", "Piece", "SourceImages"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one stored chunk.
+
+    Args:
+        rank: Whose file.
+        entry: The chunk.
+        region: Which part of it, global coordinates; not empty.
+    """
+
+    rank: int
+    entry: Entry
+    region: Box
+
+
+class SourceImages:
+    """What was read: one buffer per file, alive as long as this object or an array from it."""
+
+    def __init__(self, buffers: Mapping[int, mmap.mmap]) -> None:
+        self._buffers = buffers
+
+    def array(self, piece: Piece) -> np.ndarray:
+        """Return the piece's bytes, shape (*region.sizes, itemsize), uint8, strided over the image."""
+        entry = piece.entry
+        stop = entry.byte_offset + entry.num_bytes
+        data = np.frombuffer(self._buffers[piece.rank], np.uint8)[entry.byte_offset : stop]
+        chunk = data.reshape(*entry.box.sizes, itemsize(entry.dtype))
+        return chunk[relative_slices(piece.region, entry.box)]
+
+
+class Checkpoint:
+    """A committed checkpoint.
+
+    Args:
+        store: Its folder.
+        manifest: As read from there.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self.store = store
+        self.manifest = manifest
+        self._headers: dict[int, ShardHeader] = {}
+        self._entries: dict[int, dict[tuple[str, tuple[int, ...]], Entry]] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, store: Store) -> Checkpoint:
+        """Read the manifest at ``store``.
+
+        Raises:
+            NotFoundError: No checkpoint here.
+            CorruptCheckpointError: The manifest is damaged.
+            UnsupportedFormatError: Of a newer format version.
+        """
+        return cls(store, read_manifest(store))
+
+    @cached_property
+    def rows(self) -> dict[str, TensorRow]:
+        """Tensor rows by name."""
+        return {row.name: row for row in self.manifest.tensors}
+
+    def header(self, rank: int) -> ShardHeader:
+        """Return the verified header of a rank's file.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, short or damaged.
+        """
+        with self._lock:
+            if rank not in self._headers:
+                header = self._headers[rank] = self._read_header(rank)
+                self._entries[rank] = {(e.name, e.box.offsets): e for e in header.layout.entries}
+            return self._headers[rank]
+
+    def _read_header(self, rank: int) -> ShardHeader:
+        file = self.manifest.files[rank]
+        where = f"{self.store.url}/{file.name}"
+        if file.data_offset > MAX_HEADER_BYTES:
+            raise self._damaged(rank, f"a header of {file.data_offset} bytes")
+        region = bytearray(file.data_offset)
+        with self._reading(rank):
+            self.store.read_into(file.name, 0, memoryview(region))
+        if digest(region) != file.digest:
+            raise self._damaged(rank, "the header's digest does not match")
+        header = ShardHeader.from_bytes(bytes(region), where)
+        same = (header.attempt, header.rank, header.world_size, header.step) == (
+            self.manifest.attempt,
+            rank,
+            self.manifest.world_size,
+            self.manifest.step,
+        )
+        if not same or file.data_offset + header.layout.data_bytes != file.num_bytes:
+            raise self._damaged(rank, "the header is of another save")
+        return header
+
+    def _damaged(self, rank: int, why: str) -> CorruptCheckpointError:
+        file = self.manifest.files[rank]
+        return CorruptCheckpointError(
+            f"step {self.manifest.step}: the shard of rank {rank}, {self.store.url}/{file.name}, is damaged: "
+            f"{why}; it holds {self.holdings(rank)}",
+            step=self.manifest.step,
+            attempt=self.manifest.attempt,
+            rank=rank,
+            key=file.name,
+        )
+
+    @contextmanager
+    def _reading(self, rank: int) -> Iterator[None]:
+        """Map what can go wrong with a rank's file; say step, rank, file and tensors."""
+        file = self.manifest.files[rank]
+        try:
+            yield
+        except NotFoundError as e:
+            raise self._damaged(rank, "it is missing") from e
+        except CorruptCheckpointError as e:
+            raise self._damaged(rank, str(e)) from e
+        except StorageError as e:
+            # A short file is damage; a store that cannot be reached now is not.
+            found = self.store.size(file.name)
+            if found != file.num_bytes:
+                raise self._damaged(rank, f"it has {found} of {file.num_bytes} bytes") from e
+            raise
+
+    def holdings(self, rank: int) -> str:
+        """Say which tensors a rank's file holds, from the manifest alone; for errors."""
+        held = [row.name for row in self.manifest.tensors if rank in row.chunks.ranks]
+        return _list_names(held)
+
+    def check_files(self) -> None:
+        """Check that every shard file is there with its size; reads no data.
+
+        Raises:
+            CorruptCheckpointError: One is missing or has another size; names step, rank, file and tensors.
+        """
+        listed: dict[str, dict[str, int]] = {}
+        for rank, file in enumerate(self.manifest.files):
+            folder, _, name = file.name.rpartition("/")
+            if folder not in listed:
+                listed[folder] = self.store.child(folder).list_files()
+            found = listed[folder].get(name)
+            if found is None:
+                raise self._damaged(rank, "it is missing")
+            if found != file.num_bytes:
+                raise self._damaged(rank, f"it has {found} bytes, {file.num_bytes} expected")
+
+    def pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
+        """Return the stored pieces that together make up ``wanted``, a box of the row's tensor."""
+        chunks = row.chunks
+        found = []
+        for i in chunks.overlapping(wanted).tolist():
+            region = overlap(chunks.box(i), wanted)
+            if region is not None:
+                found.append(self.piece(row, int(chunks.ranks[i]), chunks.box(i), region))
+        return found
+
+    def piece(self, row: TensorRow, rank: int, box: Box, region: Box) -> Piece:
+        """Return the part ``region`` of the chunk ``box`` that ``rank`` has written.
+
+        Raises:
+            CorruptCheckpointError: The rank's file is damaged, or lacks the chunk.
+        """
+        self.header(rank)
+        entry = self._entries[rank].get((row.name, box.offsets))
+        if entry is None or (entry.box, entry.dtype, entry.shape) != (box, row.dtype, row.shape):
+            raise CorruptCheckpointError(
+                f"step {self.manifest.step}: the shard of rank {rank}, {self.manifest.files[rank].name}, "
+                f"lacks the chunk of {row.name} at {box.offsets}",
+                step=self.manifest.step,
+                rank=rank,
+                key=row.name,
+            )
+        return Piece(rank, entry, region)
+
+    def own_piece(self, rank: int, name: str) -> Piece | None:
+        """Return the tensor that is rank's own under ``name``, or ``None``."""
+        header = self.header(rank)
+        if name not in header.own:
+            return None
+        entry = next(e for e in header.layout.entries if e.name == name)
+        return Piece(rank, entry, entry.box)
+
+    def read(self, pieces: Iterable[Piece], num_threads: int = 2) -> SourceImages:
+        """Read all pieces, verified.
+
+        Raises:
+            CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
+            StorageError: The store failed in a way that may pass.
+        """
+        wanted: dict[int, set[int]] = {}
+        for piece in pieces:
+            entry = piece.entry
+            start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
+            blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
+            wanted.setdefault(piece.rank, set()).update(blocks)
+        return SourceImages(
+            {rank: self._read_file(rank, blocks, num_threads) for rank, blocks in wanted.items()}
+        )
+
+    def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:
+        file, header = self.manifest.files[rank], self.header(rank)
+        data_bytes = header.layout.data_bytes
+        buffer = mmap.mmap(-1, max(data_bytes, 1))
+        with self._reading(rank):
+            read_ranges(
+                self.store,
+                file.name,
+                coalesce_blocks(blocks, data_bytes),
+                memoryview(buffer)[:data_bytes],
+                data_offset=file.data_offset,
+                block_bytes=BLOCK_BYTES,
+                digests=header.digests,
+                explain=_explain(header),
+                num_threads=num_threads,
+            )
+        return buffer
+
+
+def _explain(header: ShardHeader) -> Callable[[int, int], str]:
+    def explain(start: int, stop: int) -> str:
+        hit = [
+            e.name
+            for e in header.layout.entries
+            if e.byte_offset < stop and start < e.byte_offset + e.num_bytes
+        ]
+        return _list_names(hit)
+
+    return explain
+
+
+def _list_names(names: list[str]) -> str:
+    if len(names) > 3:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more tensors"
+    return ", ".join(names) or "no tensors"

@@ -1,0 +1,93 @@
+"""One conditional write makes a checkpoint exist.
+
+Invariant: ``manifest.json`` is there if and only if the checkpoint is. Shard files stand in a folder named
+by the attempt; nothing of an attempt is ever reused, renamed or rewritten, so a dead attempt can never mix
+with a later one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+
+from fsdp_ckpt.errors import (
+    AlreadyCommittedError,
+    CheckpointError,
+    NotFoundError,
+    StorageError,
+)
+from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["MANIFEST_KEY", "new_attempt", "publish_manifest", "read_manifest", "refuse_committed"]
+
+MANIFEST_KEY = "manifest.json"
+
+
+def new_attempt() -> str:
+    """Return a unique attempt id that sorts by time, such as ``20260131T093000-1b9d6bcd``."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}"
+
+
+def refuse_committed(store: Store, step: int | None = None) -> None:
+    """Raise if a checkpoint exists here already, before anything is written.
+
+    Raises:
+        AlreadyCommittedError: It does.
+    """
+    try:
+        store.size(MANIFEST_KEY)
+    except NotFoundError:
+        return
+    raise _already_committed(store, step)
+
+
+def publish_manifest(store: Store, manifest: Manifest) -> None:
+    """Make the checkpoint exist: write its manifest, create-only.
+
+    A lost answer is resolved by reading back: the attempt id tells whose manifest it is.
+
+    Args:
+        store: The checkpoint's folder.
+        manifest: With the rows of all files, which are durable.
+
+    Raises:
+        AlreadyCommittedError: Another attempt was published first.
+        StorageError: It could not be written, and is not there.
+    """
+    content = manifest.to_bytes()
+    try:
+        store.create(MANIFEST_KEY, content)
+    except (AlreadyCommittedError, StorageError) as error:
+        try:
+            found: str | None = read_manifest(store).attempt
+        except CheckpointError:
+            found = None
+        if found == manifest.attempt:
+            return
+        if found is None and isinstance(error, StorageError):
+            raise
+        raise _already_committed(store, manifest.step) from error
+
+
+def _already_committed(store: Store, step: int | None) -> AlreadyCommittedError:
+    return AlreadyCommittedError(
+        f"{store.url}: a checkpoint exists here already; save under another step or path, or delete it",
+        step=step,
+    )
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        NotFoundError: No checkpoint here.
+        CorruptCheckpointError: The manifest is damaged.
+        UnsupportedFormatError: It is of a newer format version.
+    """
+    try:
+        content = store.read(MANIFEST_KEY)
+    except NotFoundError as e:
+        raise NotFoundError(f"{store.url}: no checkpoint here (no {MANIFEST_KEY})") from e
+    return Manifest.from_bytes(content, f"{store.url}/{MANIFEST_KEY}")

@@ -1,0 +1,220 @@
+"""What all ranks hold together, from what each holds.
+
+Invariant: nothing is deduplicated unless it is equal. A plain tensor or a value that is bit-equal on all
+ranks is stored once; where ranks differ, the lowest rank's is the global one and every rank that differs
+keeps its own as well. A DTensor is stored by its layout.
+
+    each rank    Summary: name -> (what it is, digest of its content)
+    together     Agreement: global rows, and who keeps an own copy of what
+
+Usually all summaries are equal, so ranks exchange one hash and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
+from fsdp_ckpt.manifest.schema import TensorRow
+from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.balance import assign_replicas
+from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
+from fsdp_ckpt.storage.shard_io import digest
+
+__all__ = ["Agreement", "Item", "Summary", "agree"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One leaf of the state, as its rank describes it to the others.
+
+    Args:
+        kind: ``tensor`` (with ``dtype`` and ``shape``), ``value``, or ``own`` (of this rank by declaration).
+        path: Where it stands.
+        dtype: Name of the format, for a tensor.
+        shape: Global shape, for a tensor.
+        layout: Of a DTensor; ``None`` for a plain tensor and for a value.
+        digest: Of the content of a plain tensor or a value.
+    """
+
+    kind: Literal["tensor", "value", "own"]
+    path: Path
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    layout: MeshLayout | None = None
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All leaves of one rank's state, by name."""
+
+    items: Mapping[str, Item]
+
+    def to_json(self) -> dict[str, Json]:
+        """Return plain data, for the other ranks."""
+        table = LayoutTable()
+        rows = []
+        for item in self.items.values():
+            layout = None if item.layout is None else table.add(item.layout)
+            row = [item.kind, path_to_json(item.path), item.dtype, list(item.shape), layout, item.digest]
+            rows.append(row)
+        return {**table.to_json(), "items": rows}
+
+    @classmethod
+    def from_json(cls, encoded: Mapping[str, Any]) -> Summary:
+        """Rebuild what :meth:`to_json` described."""
+        layouts = layouts_from_json(encoded["meshes"], encoded["layouts"])
+        items: dict[str, Item] = {}
+        for kind, encoded_path, dtype, shape, index, content in encoded["items"]:
+            path = path_from_json(encoded_path)
+            layout = None if index is None else layouts[index]
+            if isinstance(layout, ListedLayout):
+                raise AssertionError("a summary holds mesh layouts only")
+            items[path_name(path)] = Item(
+                kind=kind, path=path, dtype=dtype, shape=tuple(shape), layout=layout, digest=content
+            )
+        return cls(items)
+
+    def fingerprint(self) -> str:
+        """Return a digest of everything: equal on all ranks, where nothing needs to be talked about."""
+        return digest(json.dumps(self.to_json(), separators=(",", ":")).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks hold together.
+
+    Args:
+        tensors: One row per global tensor, with the replica that writes it.
+        value_owners: Name of each global value → rank whose value it is.
+        rank_local: Paths of which every rank has its own, by declaration.
+        own: Rank → names of which it keeps its own copy, declared or because it differs.
+        varying: Paths that have a global content from which some rank differs.
+    """
+
+    tensors: tuple[TensorRow, ...]
+    value_owners: Mapping[str, int]
+    rank_local: tuple[Path, ...] = ()
+    varying: tuple[Path, ...] = ()
+    own: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+
+def agree(summaries: Sequence[Summary]) -> Agreement:
+    """Merge all ranks' summaries, in rank order; deterministic.
+
+    Args:
+        summaries: One per rank; the same object several times where ranks are known to be equal.
+
+    Raises:
+        MismatchError: Ranks contradict each other about a sharded tensor, or one lacks state that is
+            declared rank-local.
+    """
+    world_size = len(summaries)
+    distinct = {id(s): s for s in summaries}
+    if len(distinct) == 1:
+        return _agree_on(summaries[0], world_size)
+    tensors: list[TensorRow] = []
+    value_owners: dict[str, int] = {}
+    rank_local: list[Path] = []
+    varying: list[Path] = []
+    own: dict[int, set[str]] = {rank: set() for rank in range(world_size)}
+    for name in dict.fromkeys(name for s in distinct.values() for name in s.items):
+        holders = {r: s.items[name] for r, s in enumerate(summaries) if name in s.items}
+        first_rank, first = next(iter(holders.items()))
+        if any(item.kind == "own" for item in holders.values()):
+            _check_own(name, holders, world_size)
+            rank_local.append(first.path)
+            for rank in holders:
+                own[rank].add(name)
+            continue
+        if first.layout is not None:
+            _check_sharded(name, holders)
+            tensors.append(_row(first, first.layout))
+            continue
+        differing = [r for r, item in holders.items() if item != first]
+        for rank in differing:
+            own[rank].add(name)
+        if differing:
+            varying.append(first.path)
+        if first.kind == "value":
+            value_owners[name] = first_rank
+        elif differing or len(holders) < world_size:
+            tensors.append(_row(first, ListedLayout.of([(first_rank, Box.whole(first.shape))])))
+        else:
+            tensors.append(_row(first, _everywhere(world_size)))
+    return Agreement(
+        tensors=_with_replicas(tensors, world_size),
+        value_owners=value_owners,
+        rank_local=tuple(rank_local),
+        varying=tuple(varying),
+        own={rank: frozenset(names) for rank, names in own.items() if names},
+    )
+
+
+def _agree_on(summary: Summary, world_size: int) -> Agreement:
+    """All ranks have sent this summary."""
+    everywhere = _everywhere(world_size)
+    items = summary.items
+    tensors = [_row(i, i.layout or everywhere) for i in items.values() if i.kind == "tensor"]
+    own = frozenset(name for name, item in items.items() if item.kind == "own")
+    return Agreement(
+        tensors=_with_replicas(tensors, world_size),
+        value_owners={name: 0 for name, item in items.items() if item.kind == "value"},
+        rank_local=tuple(items[name].path for name in items if name in own),
+        own=dict.fromkeys(range(world_size), own) if own else {},
+    )
+
+
+def _everywhere(world_size: int) -> MeshLayout:
+    return MeshLayout(Mesh.world(world_size), (Placement(),))
+
+
+def _row(item: Item, layout: Layout) -> TensorRow:
+    return TensorRow(path=item.path, dtype=item.dtype, shape=item.shape, layout=layout)
+
+
+def _with_replicas(rows: Sequence[TensorRow], world_size: int) -> tuple[TensorRow, ...]:
+    sizes = []
+    for row in rows:
+        num_bytes = itemsize(row.dtype)
+        for n in row.shape:
+            num_bytes *= n
+        sizes.append((num_bytes, row.layout))
+    replicas = assign_replicas(sizes, world_size)
+    return tuple(
+        TensorRow(path=row.path, dtype=row.dtype, shape=row.shape, layout=row.layout, replica=replica)
+        for row, replica in zip(rows, replicas, strict=True)
+    )
+
+
+def _check_own(name: str, holders: Mapping[int, Item], world_size: int) -> None:
+    lacking = [r for r in range(world_size) if r not in holders or holders[r].kind != "own"]
+    if lacking:
+        raise MismatchError(
+            f"{name}: declared rank-local, but rank {lacking[0]} of {world_size} has none of its own",
+            rank=lacking[0],
+            key=name,
+        )
+
+
+def _check_sharded(name: str, holders: Mapping[int, Item]) -> None:
+    first_rank, first = next(iter(holders.items()))
+    for rank, item in holders.items():
+        if item != first:
+            raise MismatchError(
+                f"{name}: rank {first_rank} holds {first.dtype} {list(first.shape)} in a layout that rank "
+                f"{rank} does not share ({item.dtype} {list(item.shape)})",
+                rank=rank,
+                key=name,
+            )
+    if first.layout is not None and not set(first.layout.mesh.ranks) <= set(holders):
+        absent = min(set(first.layout.mesh.ranks) - set(holders))
+        raise MismatchError(f"{name}: rank {absent} of its mesh does not hold it", rank=absent, key=name)

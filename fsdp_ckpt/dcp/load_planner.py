@@ -1,0 +1,221 @@
+"""The load side's plan: what today's ranks hold, against what the checkpoint holds.
+
+Invariant: every difference is found before a byte of data is read, and reported in one error; the live
+state changes only when ``load_bytes``, ``load_value`` or a resolved tensor is written.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from fsdp_ckpt.dcp.leaves import leaves_of, set_leaf
+from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor
+from fsdp_ckpt.dcp.metadata import ShardedMetadata
+from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.manifest.schema import Manifest, TensorRow
+from fsdp_ckpt.manifest.tree import Path, path_name
+from fsdp_ckpt.plan.box import Box, overlap
+
+__all__ = ["LoadDifferences", "ReshardLoadPlanner"]
+
+
+@dataclass(slots=True)
+class LoadDifferences:
+    """What a load was allowed to pass over.
+
+    Args:
+        missing: Names in the live state that the checkpoint lacks; they keep their live values.
+        unexpected: Names in the checkpoint that the live state lacks; they are not loaded.
+        cast: Name → (saved dtype, live dtype).
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+class ReshardLoadPlanner(LoadPlanner):
+    """Plans the load of any saved layout into any live one.
+
+    Args:
+        allow_missing: Patterns (``fnmatch``) of live names that the checkpoint may lack.
+        allow_unexpected: Patterns of saved names that the live state may lack. By default all, so that
+            ``dcp.load`` can load a part.
+        allow_cast: Load into another dtype, by ``Tensor.copy_``'s rounding.
+    """
+
+    def __init__(
+        self,
+        *,
+        allow_missing: Iterable[str] = (),
+        allow_unexpected: Iterable[str] = ("*",),
+        allow_cast: bool = False,
+    ) -> None:
+        self._allow_missing = tuple(allow_missing)
+        self._allow_unexpected = tuple(allow_unexpected)
+        self._allow_cast = allow_cast
+        self._state: Any = {}
+        self._paths: dict[str, Path] = {}
+        self._tensors: dict[str, LiveTensor] = {}
+        self._rows: dict[str, TensorRow] = {}
+        self.differences = LoadDifferences()
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[Any, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Compare the live state with the checkpoint; called by every rank.
+
+        Raises:
+            MismatchError: All differences that are not allowed, with expected and found.
+        """
+        if not isinstance(metadata, ShardedMetadata) or metadata.manifest is None:
+            raise MismatchError(
+                "ReshardLoadPlanner reads checkpoints of fsdp_ckpt; use it with ShardedStorageReader"
+            )
+        together = dist.is_available() and dist.is_initialized()
+        self.set_up(state_dict, metadata.manifest, rank=dist.get_rank() if together else 0)
+
+    def set_up(self, state_dict: Mapping[Any, Any], manifest: Manifest, *, rank: int) -> None:
+        """Compare for ``rank``; see :meth:`set_up_planner`."""
+        self._state, self.differences = state_dict, LoadDifferences()
+        self._paths, self._tensors = {}, {}
+        self._rows = {row.name: row for row in manifest.tensors}
+        saved_values = {path_name(path) for path in manifest.values}
+        own = {path_name(path) for path in manifest.rank_local}
+        problems: list[str] = []
+        layouts: dict[Any, Any] = {}
+        for path, leaf, _ in leaves_of(state_dict):
+            name = path_name(path)
+            is_tensor = isinstance(leaf, torch.Tensor)
+            if name not in own and name not in (self._rows if is_tensor else saved_values):
+                if name in self._rows or name in saved_values:
+                    kinds = ("value", "tensor") if is_tensor else ("tensor", "value")
+                    problems.append(f"{name}: a {kinds[0]} in the checkpoint, a {kinds[1]} here")
+                elif _matches(name, self._allow_missing):
+                    self.differences.missing.append(name)
+                else:
+                    problems.append(f"{name}: missing in the checkpoint")
+                continue
+            self._paths[name] = path
+            if is_tensor:
+                live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
+                if name in self._rows:
+                    problems.extend(self._compare(name, live, self._rows[name]))
+        for name in (*self._rows, *saved_values, *own):
+            if name not in self._paths and not any(p.startswith(f"{name}:") for p in problems):
+                if _matches(name, self._allow_unexpected):
+                    self.differences.unexpected.append(name)
+                else:
+                    problems.append(f"{name}: in the checkpoint, not here")
+        if problems:
+            raise MismatchError(
+                f"the checkpoint of step {manifest.step} does not fit the live state, {len(problems)} "
+                f"difference{'s' if len(problems) > 1 else ''}: {'; '.join(problems)}. Fix the model, or allow "
+                "them by allow_missing, allow_unexpected, allow_cast",
+                step=manifest.step,
+                attempt=manifest.attempt,
+            )
+
+    def _compare(self, name: str, live: LiveTensor, row: TensorRow) -> Iterable[str]:
+        if live.shape != row.shape:
+            yield f"{name}: shape {list(row.shape)} in the checkpoint, {list(live.shape)} here"
+        if live.dtype != row.dtype:
+            if self._allow_cast:
+                self.differences.cast[name] = (row.dtype, live.dtype)
+            else:
+                yield f"{name}: dtype {row.dtype} in the checkpoint, {live.dtype} here"
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return one read item per stored chunk that this rank needs, and one per value."""
+        items: list[ReadItem] = []
+        for name in self._paths:
+            if name in self._tensors and name in self._rows:
+                items.extend(_tensor_items(self._tensors[name], self._rows[name]))
+            else:
+                items.append(_whole_item(name))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are: no rank needs to know another's."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value, given as typed JSON, into the state dict."""
+        self.load_value(read_item.dest_index.fqn, CODEC.decode(json.loads(value.getvalue())))
+
+    def load_value(self, name: str, value: Any) -> None:
+        """Put a value into the state dict; a tensor is copied into the live one."""
+        live = self._tensors.get(name)
+        if live is None:
+            set_leaf(self._state, self._paths[name], value)
+        else:
+            live.local.copy_(value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the live memory that the item goes to."""
+        target = self._tensors[read_item.dest_index.fqn].local
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            target = target.narrow(dim, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: the resolved tensor is the live memory."""
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _whole_item(name: str) -> ReadItem:
+    """A value, or a tensor of this rank's own: the reader knows where it lies."""
+    nothing = torch.Size()
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(name),
+        dest_offsets=nothing,
+        storage_index=MetadataIndex(name),
+        storage_offsets=nothing,
+        lengths=nothing,
+    )
+
+
+def _tensor_items(live: LiveTensor, row: TensorRow) -> Iterable[ReadItem]:
+    wanted = live.box
+    if wanted is None or not wanted.num_elements:
+        return
+    chunks = row.chunks
+    for i in chunks.overlapping(wanted).tolist():
+        box = chunks.box(i)
+        region = overlap(box, wanted)
+        if region is not None:
+            yield ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(row.name, wanted.offsets),
+                dest_offsets=_relative(region, wanted),
+                storage_index=MetadataIndex(row.name, box.offsets, i),
+                storage_offsets=_relative(region, box),
+                lengths=torch.Size(region.sizes),
+            )
+
+
+def _relative(inner: Box, outer: Box) -> torch.Size:
+    return torch.Size([a - b for a, b in zip(inner.offsets, outer.offsets, strict=True)])

@@ -1,0 +1,254 @@
+"""The StorageReader: verified bytes first, live tensors after.
+
+    fetch    read every needed block of every needed file, check its digest; nothing live changes
+    deliver  copy the pieces into the tensors that the planner resolves
+
+``dcp.load`` calls both in one go, so that a rank whose own bytes are damaged changes nothing of its own;
+``CheckpointManager`` lets all ranks agree in between.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import FLATTEN_MAPPING
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece, SourceImages
+from fsdp_ckpt.dcp.live import CODEC, torch_dtype
+from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner
+from fsdp_ckpt.dcp.metadata import to_dcp_metadata
+from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError, NotFoundError, StorageError
+from fsdp_ckpt.manifest.tree import path_name
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.storage.open import open_store
+
+__all__ = ["Fetched", "ShardedStorageReader", "piece_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A load plan's bytes, verified, in host memory.
+
+    Args:
+        pieces: (item, where its bytes lie) per tensor item.
+        values: (item, typed JSON) per value.
+        images: The bytes.
+    """
+
+    pieces: list[tuple[ReadItem, Piece]]
+    values: list[tuple[ReadItem, Json]]
+    images: SourceImages
+
+
+class ShardedStorageReader(StorageReader):
+    """Reads checkpoints of format version 1.
+
+    Works with :class:`~fsdp_ckpt.dcp.load_planner.ReshardLoadPlanner` and with DCP's default planner.
+
+    Args:
+        path: The checkpoint's folder: a path, or any URL that fsspec knows.
+        num_threads: Reads in flight, per rank.
+        **storage_options: Passed to the fsspec filesystem.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, num_threads: int = 2, **storage_options: Any
+    ) -> None:
+        self._options = storage_options
+        self._num_threads = num_threads
+        self._rank = 0
+        self._world_size = 1
+        self.store = open_store(path, **storage_options)
+        self._checkpoint: Checkpoint | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The open checkpoint; its manifest is read at the first use."""
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint.open(self.store)
+        return self._checkpoint
+
+    # --- DCP's calls ---
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new load, from ``checkpoint_id`` where given."""
+        self._checkpoint = None
+        if checkpoint_id is not None:
+            self.store = open_store(checkpoint_id, **self._options)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the manifest as DCP's metadata.
+
+        Raises:
+            NotFoundError: No checkpoint here.
+            CorruptCheckpointError: The manifest is damaged.
+            UnsupportedFormatError: Of a newer format version.
+        """
+        if kwargs.get("rank") is not None:
+            # DCP's second try, for metadata that each rank keeps alone; ours is one per checkpoint.
+            raise NotFoundError(f"{self.store.url}: no metadata of a single rank")
+        self._checkpoint = Checkpoint.open(self.store)
+        return to_dcp_metadata(self._checkpoint.manifest)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Learn which rank this is; called by every rank."""
+        together = dist.is_available() and dist.is_initialized()
+        rank = kwargs.get("rank")
+        self.set_up(
+            rank=int(rank) if rank is not None else dist.get_rank() if together else 0,
+            world_size=dist.get_world_size() if together else 1,
+        )
+
+    def set_up(self, *, rank: int, world_size: int) -> None:
+        """Say which rank of how many this is."""
+        self._rank, self._world_size = rank, world_size
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fetch, then deliver."""
+        self.deliver(self.fetch(plan), planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a store can be opened for this path or URL."""
+        try:
+            open_store(checkpoint_id)
+        except StorageError:
+            return False
+        return True
+
+    # --- the two halves of a load ---
+
+    def fetch(self, plan: LoadPlan) -> Fetched:
+        """Read and verify everything the plan needs; nothing live changes.
+
+        Raises:
+            CorruptCheckpointError: Missing or damaged; names step, rank, file and tensors.
+            MismatchError: A rank's own state is asked for on another world size.
+            StorageError: The store failed in a way that may pass.
+        """
+        checkpoint = self.checkpoint
+        values_by_name = {path_name(p): v for p, v in checkpoint.manifest.values.items()}
+        own_values = self._own_values()
+        pieces: list[tuple[ReadItem, Piece]] = []
+        values: list[tuple[ReadItem, Json]] = []
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.TENSOR:
+                pieces.append((item, self._tensor_piece(item)))
+            elif name in own_values:
+                values.append((item, own_values[name]))
+            elif name in values_by_name:
+                values.append((item, values_by_name[name]))
+            else:
+                pieces.append((item, self._own_piece(name)))
+        images = checkpoint.read((piece for _, piece in pieces), self._num_threads)
+        return Fetched(pieces, values, images)
+
+    def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
+        """Copy what was fetched into the live state."""
+        with torch.no_grad():
+            for item, piece in fetched.pieces:
+                source = piece_tensor(fetched.images, piece)
+                if item.type == LoadItemType.BYTE_IO:
+                    _give_value(planner, item, source.clone(), None)
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(source)
+                planner.commit_tensor(item, target)
+        for item, encoded in fetched.values:
+            _give_value(planner, item, CODEC.decode(encoded), encoded)
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether this rank existed when the checkpoint was written, with as many others."""
+        return self.checkpoint.manifest.world_size == self._world_size
+
+    def _own_values(self) -> dict[str, Json]:
+        manifest = self.checkpoint.manifest
+        if not self._has_own or not (manifest.rank_local or manifest.varying):
+            return {}
+        return {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
+
+    def _tensor_piece(self, item: ReadItem) -> Piece:
+        checkpoint = self.checkpoint
+        name = item.storage_index.fqn
+        start = tuple(item.storage_index.offset or ())
+        sizes = tuple(item.lengths)
+        region = Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), sizes)
+        if self._has_own and any(path_name(p) == name for p in checkpoint.manifest.varying):
+            own = checkpoint.own_piece(self._rank, name)
+            if own is not None:
+                return Piece(own.rank, own.entry, region)
+        row = checkpoint.rows[name]
+        chunks = row.chunks
+        i = item.storage_index.index
+        if i is None or not i < len(chunks) or chunks.box(i).offsets != start:
+            i = next(k for k in range(len(chunks)) if chunks.box(k).offsets == start)
+        return checkpoint.piece(row, int(chunks.ranks[i]), chunks.box(i), region)
+
+    def _own_piece(self, name: str) -> Piece:
+        manifest = self.checkpoint.manifest
+        if not self._has_own:
+            raise MismatchError(
+                f"{name}: saved by each of {manifest.world_size} ranks for itself, {self._world_size} ranks "
+                "cannot share it out; leave it out of the state to load",
+                step=manifest.step,
+                key=name,
+            )
+        piece = self.checkpoint.own_piece(self._rank, name)
+        if piece is None:
+            raise CorruptCheckpointError(
+                f"step {manifest.step}: the shard of rank {self._rank}, {manifest.files[self._rank].name}, "
+                f"lacks the rank's own {name}",
+                step=manifest.step,
+                rank=self._rank,
+                key=name,
+            )
+        return piece
+
+
+def piece_tensor(images: SourceImages, piece: Piece) -> torch.Tensor:
+    """Return a piece as a host tensor over the image's memory, shape ``piece.region.sizes``."""
+    data = torch.from_numpy(images.array(piece))
+    return data.view(torch_dtype(piece.entry.dtype)).squeeze(-1)
+
+
+def _give_value(planner: LoadPlanner, item: ReadItem, value: Any, encoded: Json) -> None:
+    name = item.dest_index.fqn
+    if isinstance(planner, ReshardLoadPlanner):
+        planner.load_value(name, value)
+    elif isinstance(planner, DefaultLoadPlanner):
+        # Its load_bytes unpickles; put the value where that would have put it.
+        mappings: FLATTEN_MAPPING = planner.mappings
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, mappings[name], value)
+        else:
+            planner.state_dict[name] = value
+    else:
+        planner.load_bytes(item, io.BytesIO(json.dumps(encoded, separators=(",", ":")).encode()))

@@ -1,0 +1,88 @@
+"""Layouts as JSON: each mesh and each layout once, tensors refer to them by position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_ckpt.errors import CorruptCheckpointError
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
+
+__all__ = ["LayoutTable", "layouts_from_json"]
+
+
+class LayoutTable:
+    """Collects the distinct meshes and layouts of a manifest."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[Mesh, int] = {}
+        self._layouts: dict[Layout, int] = {}
+
+    def add(self, layout: Layout) -> int:
+        """Return the layout's position, adding it where it is new."""
+        if isinstance(layout, MeshLayout):
+            self._meshes.setdefault(layout.mesh, len(self._meshes))
+        return self._layouts.setdefault(layout, len(self._layouts))
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the fields ``meshes`` and ``layouts``."""
+        return {
+            "meshes": [_mesh_to_json(mesh) for mesh in self._meshes],
+            "layouts": [self._layout_to_json(layout) for layout in self._layouts],
+        }
+
+    def _layout_to_json(self, layout: Layout) -> Json:
+        if isinstance(layout, ListedLayout):
+            chunks = [[rank, list(box.offsets), list(box.sizes)] for rank, box in layout.listed]
+            return {"chunks": chunks}
+        return {
+            "mesh": self._meshes[layout.mesh],
+            "placements": [str(placement) for placement in layout.placements],
+        }
+
+
+def _mesh_to_json(mesh: Mesh) -> Json:
+    if mesh.ranks == tuple(range(len(mesh.ranks))):
+        return {"shape": list(mesh.shape)}
+    return {"shape": list(mesh.shape), "ranks": list(mesh.ranks)}
+
+
+def layouts_from_json(meshes: Json, layouts: Json) -> list[Layout]:
+    """Build the layouts that :class:`LayoutTable` wrote.
+
+    Raises:
+        CorruptCheckpointError: Not of the schema. Also ``KeyError``, ``TypeError``, ``ValueError`` and
+            ``IndexError``, which the manifest's reader maps.
+    """
+    built = [_mesh_from_json(mesh) for mesh in meshes]
+    return [_layout_from_json(layout, built) for layout in layouts]
+
+
+def _mesh_from_json(encoded: Any) -> Mesh:
+    shape = _counts(encoded["shape"])
+    num_ranks = 1
+    for n in shape:
+        num_ranks *= n
+    if not 0 < num_ranks <= 2**24:
+        raise CorruptCheckpointError(f"mesh of shape {shape}")
+    return Mesh(shape, _counts(encoded["ranks"]) if "ranks" in encoded else tuple(range(num_ranks)))
+
+
+def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:
+    if "chunks" in encoded:
+        return ListedLayout(
+            tuple(
+                (_counts([rank])[0], Box(_counts(offsets), _counts(sizes)))
+                for rank, offsets, sizes in encoded["chunks"]
+            )
+        )
+    (mesh,) = _counts([encoded["mesh"]])
+    return MeshLayout(meshes[mesh], tuple(Placement.parse(text) for text in encoded["placements"]))
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise CorruptCheckpointError(f"{str(value)[:40]} where a count is due")
+    return tuple(values)

@@ -1,0 +1,253 @@
+"""The manifest: what a committed checkpoint consists of.
+
+Invariant: its size grows with tensors + ranks, never with tensors x ranks. One row per tensor names a layout
+(a rule), one row per file names bytes and digest; what differs per rank lies in that rank's shard file.
+The document ends with a digest of itself, so a torn or changed manifest is never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
+from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.coverage import check_coverage
+from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.layouts import Chunks, Layout
+
+__all__ = ["FORMAT_VERSION", "FileRow", "Manifest", "TensorRow", "shard_name"]
+
+FORMAT_NAME = "fsdp_ckpt"
+FORMAT_VERSION = 1
+_DIGEST_KEY = b',"digest":"'
+_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\.safetensors", re.ASCII)
+
+
+def shard_name(attempt: str, rank: int, world_size: int) -> str:
+    """Return a shard file's key, relative to the checkpoint."""
+    return f"{attempt}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor.
+
+    Args:
+        path: Where it stands in the state.
+        dtype: Name of format version 1.
+        shape: Global shape.
+        layout: Rule that gives every rank's chunk.
+        replica: Which of the layout's replicas was written.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Layout
+    replica: int = 0
+
+    @property
+    def name(self) -> str:
+        """The path joined by dots."""
+        return path_name(self.path)
+
+    @property
+    def chunks(self) -> Chunks:
+        """Every non-empty chunk and the rank whose file holds it."""
+        return self.layout.chunks(self.shape, self.replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRow:
+    """One shard file; its position among the rows is its rank.
+
+    Args:
+        name: Key relative to the checkpoint.
+        num_bytes: Size of the whole file.
+        data_offset: Where the header ends and the data starts, in bytes.
+        digest: xxh3_64 of the header's bytes, 16 hex digits; the header holds the data's digests.
+    """
+
+    name: str
+    num_bytes: int
+    data_offset: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Args:
+        step: Training step.
+        attempt: Id of the save that wrote it.
+        world_size: Number of ranks, and of files.
+        tensors: One row per tensor.
+        files: One row per rank.
+        values: Global values, typed JSON by path.
+        rank_local: Paths of which every rank has its own value or tensor, in its shard file.
+        varying: Paths that have a global value or tensor, from which some ranks differ: those have their
+            own in their shard file.
+        generation: Goes up with every rollback.
+        created: When the save was planned, ISO 8601, UTC.
+        library: Version of this package that wrote it.
+    """
+
+    step: int
+    attempt: str
+    world_size: int
+    tensors: tuple[TensorRow, ...]
+    files: tuple[FileRow, ...] = ()
+    values: Mapping[Path, Json] = field(default_factory=dict)
+    rank_local: tuple[Path, ...] = ()
+    varying: tuple[Path, ...] = ()
+    generation: int = 0
+    created: str = ""
+    library: str = ""
+
+    def to_json(self) -> dict[str, Json]:
+        """Return the document without its digest."""
+        table = LayoutTable()
+        rows = [
+            [path_to_json(t.path), t.dtype, list(t.shape), table.add(t.layout), t.replica]
+            for t in self.tensors
+        ]
+        return {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "step": self.step,
+            "attempt": self.attempt,
+            "generation": self.generation,
+            "world_size": self.world_size,
+            "created": self.created,
+            "library": self.library,
+            **table.to_json(),
+            "tensors": rows,
+            "files": [[f.name, f.num_bytes, f.data_offset, f.digest] for f in self.files],
+            "values": [[path_to_json(path), value] for path, value in self.values.items()],
+            "rank_local": [path_to_json(path) for path in self.rank_local],
+            "varying": [path_to_json(path) for path in self.varying],
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return the file's content; ASCII, one line."""
+        body = json.dumps(self.to_json(), separators=(",", ":"), allow_nan=False).encode()[:-1]
+        return body + _DIGEST_KEY + xxhash.xxh3_64_hexdigest(body).encode() + b'"}'
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str) -> Manifest:
+        """Parse and check a manifest.
+
+        Args:
+            content: The whole file.
+            where: The file's name, for errors.
+
+        Raises:
+            CorruptCheckpointError: Not a whole manifest.
+            UnsupportedFormatError: Written by a newer version of the format.
+        """
+        try:
+            document = json.loads(content)
+        except (ValueError, RecursionError) as e:
+            raise CorruptCheckpointError(f"{where}: not JSON ({e}); a torn write?", key=where) from e
+        if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
+            raise CorruptCheckpointError(f"{where}: not a manifest of fsdp_ckpt", key=where)
+        _check_version(document.get("version"), where)
+        body, found, tail = content.rpartition(_DIGEST_KEY)
+        if not found or tail != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
+            raise CorruptCheckpointError(f"{where}: the digest does not match; damaged", key=where)
+        try:
+            return cls._from_document(document)
+        except CheckpointError as e:
+            raise CorruptCheckpointError(f"{where}: {e}", key=where) from e
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
+            raise CorruptCheckpointError(
+                f"{where}: malformed manifest ({type(e).__name__}: {e})", key=where
+            ) from e
+
+    @classmethod
+    def _from_document(cls, document: Mapping[str, Json]) -> Manifest:
+        layouts = layouts_from_json(document["meshes"], document["layouts"])
+        manifest = cls(
+            step=_count(document["step"]),
+            attempt=_text(document["attempt"]),
+            generation=_count(document["generation"]),
+            world_size=_count(document["world_size"]),
+            created=_text(document["created"]),
+            library=_text(document["library"]),
+            tensors=tuple(
+                TensorRow(
+                    path=path_from_json(path),
+                    dtype=_text(dtype),
+                    shape=tuple(_count(n) for n in shape),
+                    layout=layouts[_count(layout)],
+                    replica=_count(replica),
+                )
+                for path, dtype, shape, layout, replica in document["tensors"]
+            ),
+            files=tuple(
+                FileRow(
+                    name=_text(name),
+                    num_bytes=_count(num_bytes),
+                    data_offset=_count(data_offset),
+                    digest=_text(digest),
+                )
+                for name, num_bytes, data_offset, digest in document["files"]
+            ),
+            values={path_from_json(path): value for path, value in document["values"]},
+            rank_local=tuple(path_from_json(path) for path in document["rank_local"]),
+            varying=tuple(path_from_json(path) for path in document["varying"]),
+        )
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Prove that the rows make sense together: files per rank, unique names, full coverage.
+
+        Raises:
+            CorruptCheckpointError: They do not.
+        """
+        if self.world_size < 1 or len(self.files) != self.world_size:
+            raise CorruptCheckpointError(f"{len(self.files)} files for {self.world_size} ranks")
+        for file in self.files:
+            if not _FILE_NAME.fullmatch(file.name) or ".." in file.name:
+                raise CorruptCheckpointError(f"file name {file.name[:80]!r} leaves the checkpoint")
+            if not 8 < file.data_offset <= file.num_bytes:
+                raise CorruptCheckpointError(f"{file.name}: data at {file.data_offset} of {file.num_bytes}")
+        names = [path_name(p) for p in (*self.values, *self.rank_local, *(t.path for t in self.tensors))]
+        if len(set(names)) != len(names):
+            raise CorruptCheckpointError("two entries have the same name")
+        for row in self.tensors:
+            itemsize(row.dtype)
+            check_coverage(row.name, row.shape, row.layout, row.replica)
+
+
+def _check_version(version: Any, where: str) -> None:
+    if type(version) is not int or version < 1:
+        raise CorruptCheckpointError(f"{where}: format version {version!r}", key=where)
+    if version > FORMAT_VERSION:
+        raise UnsupportedFormatError(
+            f"{where}: format version {version} is newer than {FORMAT_VERSION}, the newest this "
+            "fsdp_ckpt reads; upgrade it",
+            key=where,
+        )
+
+
+def _count(value: Json) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise CorruptCheckpointError(f"{str(value)[:40]} where a count is due")
+    return value
+
+
+def _text(value: Json) -> str:
+    if type(value) is not str:
+        raise CorruptCheckpointError(f"{str(value)[:40]} where a text is due")
+    return value

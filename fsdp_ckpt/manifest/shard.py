@@ -1,0 +1,176 @@
+"""The header of a shard file: plain safetensors, plus what a manifest could be rebuilt from.
+
+    8 bytes     length of the JSON, little endian
+    JSON        tensor entries, and __metadata__["fsdp_ckpt"] (typed JSON in a string): step, attempt, rank,
+                what each entry is a chunk of, this rank's own values, digests of the data's blocks
+    spaces      up to a multiple of 4096, where the data starts
+
+The digests are fixed-width, so the header's length is known before the data's digests are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
+from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.plan.dtypes import stored_form
+from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, ImageLayout
+
+__all__ = ["DIGEST_ALGORITHM", "DIGEST_HEX", "MAX_HEADER_BYTES", "ShardHeader"]
+
+DIGEST_ALGORITHM = "xxh3_64"
+DIGEST_HEX = 16
+MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors readers enforce
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardHeader:
+    """All that a shard file says about itself.
+
+    Args:
+        step: Training step.
+        attempt: Id of the save.
+        rank: Rank that wrote it.
+        world_size: Number of ranks of the save.
+        layout: Entries and where they lie.
+        paths: Entry name → where the tensor stands in the state.
+        own: Names of entries that are this rank's own, not chunks of a global tensor.
+        values: This rank's own values, typed JSON by path.
+        digests: One per block of the data, 16 hex digits each.
+        manifest: In rank 0's file, the manifest without its file rows.
+    """
+
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    layout: ImageLayout
+    paths: Mapping[str, Path]
+    own: frozenset[str] = frozenset()
+    values: Mapping[Path, Json] = field(default_factory=dict)
+    digests: tuple[str, ...] = ()
+    manifest: Json = None
+
+    def to_bytes(self) -> bytes:
+        """Return the header region; its length does not depend on the digests' values."""
+        digests = self.digests or ("0" * DIGEST_HEX,) * self.layout.num_blocks
+        about = {
+            "version": 1,
+            "step": self.step,
+            "attempt": self.attempt,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "entries": {e.key: self._entry_to_json(e) for e in self.layout.entries},
+            "values": [[path_to_json(path), value] for path, value in self.values.items()],
+            "digests": {
+                "algorithm": DIGEST_ALGORITHM,
+                "block_bytes": BLOCK_BYTES,
+                "blocks": "".join(digests),
+            },
+        }
+        if self.manifest is not None:
+            about["manifest"] = self.manifest
+        metadata = {"format": "pt", "fsdp_ckpt": _dumps(about)}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        for entry in self.layout.entries:
+            dtype, shape = stored_form(entry.dtype, entry.box.sizes)
+            stop = entry.byte_offset + entry.num_bytes
+            header[entry.key] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [entry.byte_offset, stop],
+            }
+        text = _dumps(header).encode()
+        padding = -(8 + len(text)) % PAGE_BYTES
+        size = len(text) + padding
+        if size > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"rank {self.rank}: the shard's header would take {size} bytes, more than the "
+                f"{MAX_HEADER_BYTES} that safetensors allows; save large values as tensors",
+                rank=self.rank,
+            )
+        return size.to_bytes(8, "little") + text + b" " * padding
+
+    def _entry_to_json(self, entry: Entry) -> list[Json]:
+        row = [path_to_json(self.paths[entry.name]), entry.dtype, list(entry.shape)]
+        row.append(list(entry.box.offsets))
+        return [*row, "own"] if entry.name in self.own else row
+
+    @classmethod
+    def from_bytes(cls, region: bytes, where: str) -> ShardHeader:
+        """Parse a header region (length field, JSON, padding).
+
+        Raises:
+            CorruptCheckpointError: Not a shard file of fsdp_ckpt, or inconsistent.
+        """
+        try:
+            header = json.loads(region[8:])
+            about = json.loads(header["__metadata__"]["fsdp_ckpt"])
+            return cls._from_json(header, about)
+        except (
+            CheckpointError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError,
+        ) as e:  # fmt: skip
+            raise CorruptCheckpointError(
+                f"{where}: malformed shard header ({type(e).__name__}: {e})", key=where
+            ) from e
+
+    @classmethod
+    def _from_json(cls, header: Mapping[str, Any], about: Mapping[str, Any]) -> ShardHeader:
+        entries: list[Entry] = []
+        paths: dict[str, Path] = {}
+        own: set[str] = set()
+        for key, (encoded, dtype, shape, offsets, *flags) in about["entries"].items():
+            path = path_from_json(encoded)
+            start, stop = header[key]["data_offsets"]
+            sizes = tuple(header[key]["shape"])
+            if stored_form(dtype, ()) != (dtype, ()):
+                sizes = sizes[:-1]
+            entry = Entry(
+                key=key,
+                name=path_name(path),
+                dtype=dtype,
+                shape=tuple(shape),
+                box=Box(tuple(offsets), sizes),
+                byte_offset=start,
+            )
+            if start < 0 or stop - start != entry.num_bytes:
+                raise CorruptCheckpointError(f"{key}: {stop - start} bytes, {entry.num_bytes} expected")
+            entries.append(entry)
+            paths[entry.name] = path
+            if "own" in flags:
+                own.add(entry.name)
+        data_bytes = max((e.byte_offset + e.num_bytes for e in entries), default=0)
+        if sum(e.num_bytes for e in entries) != data_bytes:
+            raise CorruptCheckpointError("the entries overlap or leave gaps")
+        layout = ImageLayout(tuple(entries), data_bytes)
+        return cls(
+            step=about["step"],
+            attempt=about["attempt"],
+            rank=about["rank"],
+            world_size=about["world_size"],
+            layout=layout,
+            paths=paths,
+            own=frozenset(own),
+            values={path_from_json(path): value for path, value in about["values"]},
+            digests=_digests_from_json(about["digests"], layout.num_blocks),
+            manifest=about.get("manifest"),
+        )
+
+
+def _digests_from_json(encoded: Mapping[str, Any], num_blocks: int) -> tuple[str, ...]:
+    if encoded["algorithm"] != DIGEST_ALGORITHM or encoded["block_bytes"] != BLOCK_BYTES:
+        raise CorruptCheckpointError(f"digests by {encoded['algorithm']} of {encoded['block_bytes']} bytes")
+    blocks = encoded["blocks"]
+    if len(blocks) != num_blocks * DIGEST_HEX:
+        raise CorruptCheckpointError(f"{len(blocks) // DIGEST_HEX} digests for {num_blocks} blocks")
+    return tuple(blocks[i : i + DIGEST_HEX] for i in range(0, len(blocks), DIGEST_HEX))
+
+
+def _dumps(value: Json) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

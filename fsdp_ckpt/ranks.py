@@ -1,0 +1,224 @@
+"""What the ranks of a job tell each other: through the c10d store, never through collectives.
+
+Invariant: every method is called by all ranks of the group in the same order, and all ranks leave it the
+same way: with a result, or with an error that names the rank that failed. No call waits longer than the
+group's deadline. Messages are JSON, never pickle.
+
+The store answers from any thread and needs neither gloo nor NCCL, so background work cannot deadlock with
+the training's own collectives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from fsdp_ckpt.errors import (
+    CheckpointError,
+    IncompleteWriteError,
+    RankFailureError,
+    describe,
+    error_from_json,
+    error_to_json,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+__all__ = ["RankGroup"]
+
+T = TypeVar("T")
+
+# One group object per creation, in the same order on all ranks: their keys must not meet.
+_num_created: dict[str, int] = {}
+
+
+class RankGroup:
+    """The ranks that take part in a checkpoint.
+
+    Args:
+        rank: This rank within the group.
+        world_size: Number of ranks.
+        store: Shared c10d store; needed where ``world_size`` > 1.
+        timeout_s: Deadline of every exchange, in seconds.
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, store: Store | None = None, timeout_s: float = 600.0
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self._store = store
+        self._round = 0
+
+    @classmethod
+    def of(cls, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> RankGroup:
+        """Return the group of a process group's ranks (default: all); called by all of them.
+
+        Without an initialised process group, a group of one.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(timeout_s=timeout_s)
+        name = "world" if process_group is None else process_group.group_name
+        number = _num_created[name] = _num_created.get(name, 0) + 1
+        # The public API gives no handle on the store that init_process_group made.
+        default: Store = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(f"fsdp_ckpt/{name}/{number}", default)
+        return cls(dist.get_rank(process_group), dist.get_world_size(process_group), store, timeout_s)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is rank 0 of the group."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (JSON), in rank order, on all ranks."""
+        if self.world_size == 1:
+            return [value]
+        everything = self._exchange(value, lambda values: values)
+        return list(everything)
+
+    def run(self, what: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on every rank; return its result only if it succeeded on all.
+
+        Args:
+            what: What is being done, for the error.
+            action: Local work; must not call this group.
+
+        Raises:
+            CheckpointError: The error of the lowest rank that failed, on every rank; a foreign error
+                comes as :class:`RankFailureError`.
+        """
+        result, error = _outcome(action)
+        errors = self._gather_errors(error)
+        if errors:
+            raise _agreed_error(what, errors, self.rank, error)
+        return result  # type: ignore[return-value]  # None only where action returned None
+
+    def run_write(self, what: str, action: Callable[[], T]) -> T:
+        """Like :meth:`run`, for the part of a save that writes.
+
+        Raises:
+            IncompleteWriteError: On every rank, with all ranks' failures.
+        """
+        result, error = _outcome(action)
+        errors = self._gather_errors(error)
+        if errors:
+            causes = "; ".join(f"rank {r}: {e}" for r, e in errors.items())
+            raise IncompleteWriteError(
+                f"{what} failed, nothing was committed: {causes}", rank=min(errors), failures=errors
+            ) from error
+        return result  # type: ignore[return-value]  # None only where action returned None
+
+    def coordinate(self, what: str, action: Callable[[], Any]) -> Any:
+        """Run ``action`` on the coordinator; return its result (JSON) or raise its error on all ranks."""
+        result, error = _outcome(action) if self.is_coordinator else (None, None)
+        if self.world_size == 1:
+            answer = {"error": error_to_json(error)} if error else {"result": result}
+        else:
+            mine = {"error": error_to_json(error)} if error else {"result": result}
+            answer = self._exchange(mine if self.is_coordinator else None, lambda values: values[0])
+        if "error" in answer:
+            raise _agreed_error(what, {0: error_from_json(answer["error"])}, self.rank, error)
+        return answer["result"]
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here."""
+        self.gather(None)
+
+    def _gather_errors(self, error: Exception | None) -> dict[int, Exception]:
+        if self.world_size == 1:
+            return {} if error is None else {0: _as_ours(error)}
+        record = None if error is None else error_to_json(error)
+        # The coordinator answers with the failures alone: usually with nothing.
+        failures = self._exchange(
+            record, lambda records: [[r, e] for r, e in enumerate(records) if e is not None]
+        )
+        return {r: error_from_json(e) for r, e in failures}
+
+    def _exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Send ``value`` to the coordinator, which combines all of them; return what it made."""
+        store, number = self._store, self._round
+        if store is None:
+            raise AssertionError("a group of several ranks needs a store")
+        self._round += 1
+        deadline = time.monotonic() + self.timeout_s
+        answer_key = f"{number}/answer"
+        if self.is_coordinator:
+            values = [value]
+            for rank in range(1, self.world_size):
+                values.append(json.loads(self._wait(f"{number}/{rank}", deadline, rank, number)))
+                store.delete_key(f"{number}/{rank}")
+            encoded = json.dumps(combine(values))
+            store.set(answer_key, encoded)
+            # All ranks have read the answer before last: they have sent a value since.
+            store.delete_key(f"{number - 2}/answer")
+            return json.loads(encoded)
+        store.set(f"{number}/{self.rank}", json.dumps(value))
+        return json.loads(self._wait(answer_key, deadline, 0, number))
+
+    def _wait(self, key: str, deadline: float, rank: int, number: int) -> bytes:
+        if self._store is None:
+            raise AssertionError("no store")
+        seconds = max(deadline - time.monotonic(), 0.001)
+        try:
+            self._store.wait([key], datetime.timedelta(seconds=seconds))
+            return bytes(self._store.get(key))
+        except RuntimeError as e:  # DistStoreError and gloo's timeouts are RuntimeErrors
+            silent = self._silent_ranks(rank, number)
+            error = RankFailureError(f"no answer within {self.timeout_s:g} s ({describe(e)})", rank=rank)
+            raise RankFailureError(
+                f"rank {', '.join(map(str, silent))} gave no answer within {self.timeout_s:g} s; it is "
+                "dead, or slower than the deadline allows",
+                rank=silent[0],
+                failures=dict.fromkeys(silent, error),
+            ) from e
+
+    def _silent_ranks(self, first: int, number: int) -> list[int]:
+        """Return the ranks from ``first`` on that the coordinator still waits for."""
+        if not self.is_coordinator or self._store is None:
+            return [first]
+        try:
+            later = [
+                r for r in range(first + 1, self.world_size) if not self._store.check([f"{number}/{r}"])
+            ]
+        except RuntimeError:  # the store itself is gone
+            later = []
+        return [first, *later]
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as e:  # every failure must reach the other ranks, or they would wait for it
+        return None, e
+
+
+def _as_ours(error: Exception) -> Exception:
+    return error if isinstance(error, CheckpointError) else error_from_json(error_to_json(error))
+
+
+def _agreed_error(
+    what: str, errors: dict[int, Exception], rank: int, mine: Exception | None
+) -> CheckpointError:
+    """Return the error that every rank raises."""
+    first = min(errors)
+    error = errors[first]
+    if type(error) is CheckpointError or not isinstance(error, CheckpointError):
+        causes = "; ".join(f"rank {r}: {e}" for r, e in errors.items())
+        agreed: CheckpointError = RankFailureError(
+            f"{what} failed on {causes}", rank=first, failures=errors
+        )
+    else:
+        agreed = error
+        if agreed.rank is None:
+            agreed.rank = first
+    if mine is not None and mine is not agreed:
+        agreed.__cause__ = mine
+    return agreed

@@ -1,0 +1,1 @@
+"""Live training objects to state dicts and back."""

@@ -1,0 +1,325 @@
+"""The data cursor: which samples of the epoch training has consumed.
+
+One epoch is one order of sample indices, the same on all ranks and for any number of them. The
+cursor is a position in that order, counted over all ranks:
+
+    order    | consumed ........ | r0 r1 r2 r0 r1 r2 | r0 r1 r2 ...
+             0                cursor        cursor + batch * world
+
+Invariant: a step of ``batch`` samples per rank consumes exactly positions ``[cursor, cursor +
+batch * world)``, so the rest of the epoch is exact on any other world size. What loader workers
+have prefetched does not count. What is random inside a sample follows from (seed, epoch, index)
+only, so that it does not matter which process fetches it, or when.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.state.progress import field_problems
+from fsdp_ckpt.state.rng import isolated_random_state, mix_words, seed_random_state
+
+__all__ = ["ResumableSampler", "make_loader", "sample_seed"]
+
+# Indices turned into Python ints at a time: bounds memory, hides the cost of a tensor operation.
+_BLOCK_SAMPLES = 16_384
+
+
+class ResumableSampler(Sampler[int]):
+    """Sample indices of one rank, from the cursor to the end of the epoch.
+
+    An iterator keeps the epoch and cursor it began with: make a new one after `set_epoch` or
+    `load_state_dict`. Ranks which see the same data (tensor or pipeline parallel) give the same
+    ``rank``.
+
+    Args:
+        num_samples: Samples in the dataset.
+        rank: Data-parallel rank; by default this process's rank, 0 without a process group.
+        world_size: Data-parallel ranks; by default all processes, 1 without a process group.
+        shuffle: A new permutation each epoch; otherwise the dataset's order.
+        seed: Any integer, the same on all ranks.
+        tail: What becomes of the last samples when they do not go round: ``"drop"`` leaves them
+            out, ``"pad"`` repeats the first ones of the epoch, so that all ranks get equally many.
+
+    Attributes:
+        epoch: Index of the current epoch.
+        cursor: Samples of this epoch consumed by all ranks together.
+
+    Raises:
+        MismatchError: No samples, a rank outside the world, an unknown tail.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        tail: Literal["drop", "pad"] = "drop",
+    ) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        if rank is None:
+            rank = dist.get_rank() if grouped else 0
+        if world_size is None:
+            world_size = dist.get_world_size() if grouped else 1
+        self.rank = rank
+        self.world_size = world_size
+        self.num_samples = operator.index(num_samples)
+        self.shuffle = bool(shuffle)
+        self.seed = operator.index(seed)
+        self.tail = tail
+        self.epoch = 0
+        self.cursor = 0
+        self._cached_order: tuple[int, torch.Tensor] | None = None
+        if self.num_samples < 1:
+            raise MismatchError(f"num_samples is {num_samples}: a sampler needs at least one")
+        if not 0 <= self.rank < self.world_size:
+            raise MismatchError(
+                f"rank {self.rank} is outside a world of {self.world_size}: give both rank and "
+                "world_size of the data-parallel group"
+            )
+        if tail not in ("drop", "pad"):
+            raise MismatchError(f"tail is {tail!r}: expected 'drop' or 'pad'")
+
+    def __len__(self) -> int:
+        """Return how many indices this rank has left; equal on all ranks."""
+        repeats = self.world_size - 1 if self.tail == "pad" else 0
+        return (self.num_samples - self.cursor + repeats) // self.world_size
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield this rank's indices from the cursor on; skipped ones cost nothing."""
+        start = self.cursor + self.rank
+        positions = range(start, start + len(self) * self.world_size, self.world_size)
+        return _walk(self._order() if self.shuffle else None, positions, self.num_samples)
+
+    def advance(self, samples: int) -> None:
+        """Count ``samples`` as consumed, over all ranks; call it on every rank.
+
+        Raises:
+            MismatchError: ``samples`` is negative or more than the epoch has left; the cursor has
+                not moved.
+        """
+        target = self.cursor + operator.index(samples)
+        # Rounds are full on every rank, so the last one of "pad" counts its repeats.
+        if samples < 0 or target > max(self.num_samples, self.cursor + len(self) * self.world_size):
+            raise MismatchError(
+                f"data cursor at {self.cursor} of {self.num_samples} in epoch {self.epoch} cannot "
+                f"advance by {samples}: report what all ranks really consumed (the last batch of "
+                "an epoch may be short, drop_last=True avoids it), and begin the next epoch"
+            )
+        self.cursor = min(target, self.num_samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``; stay at the cursor if this is the current epoch.
+
+        Raises:
+            MismatchError: ``epoch`` is negative.
+        """
+        epoch = operator.index(epoch)
+        if epoch < 0:
+            raise MismatchError(f"epoch is {epoch}: epochs count from 0")
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.cursor = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what the order depends on; the same on every rank."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "seed": self.seed,
+            "num_samples": self.num_samples,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of `state_dict`, on any rank of any world size.
+
+        Raises:
+            MismatchError: Another dataset size, seed or order, all named; fields that are missing,
+                unknown or of another type; a position outside the epoch. Nothing has changed.
+        """
+        own = self.state_dict()
+        problems = field_problems(state, {name: type(value) for name, value in own.items()})
+        if not problems:
+            problems = [
+                f"{name} was {state[name]}, now {own[name]}"
+                for name in ("num_samples", "seed", "shuffle")
+                if state[name] != own[name]
+            ]
+            if state["epoch"] < 0:
+                problems.append(f"epoch is {state['epoch']}, expected 0 or more")
+            if not 0 <= state["cursor"] <= state["num_samples"]:
+                problems.append(f"cursor is {state['cursor']}, outside the epoch")
+        if problems:
+            raise MismatchError(
+                f"data cursor does not load: {'; '.join(problems)}: use the dataset and sampler "
+                "options of the saved run, or leave the cursor out"
+            )
+        self.epoch, self.cursor = state["epoch"], state["cursor"]
+
+    def _order(self) -> torch.Tensor:
+        """Return this epoch's permutation, int64, shape (num_samples,)."""
+        if self._cached_order is None or self._cached_order[0] != self.epoch:
+            generator = torch.Generator(device="cpu")
+            generator.manual_seed(mix_words(self.seed, self.epoch))
+            # The device is named because torch.set_default_device must not move it.
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+            self._cached_order = (self.epoch, order)
+        return self._cached_order[1]
+
+
+def make_loader(
+    dataset: Dataset[Any],
+    sampler: ResumableSampler,
+    *,
+    batch_size: int | None,
+    num_workers: int = 0,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """Make a DataLoader that a resumed run can make again in mid-epoch, to the bit.
+
+    It never draws from a global generator. Python's ``random``, ``numpy.random`` and torch's CPU
+    generator are seeded from (seed, epoch, index) for each ``dataset[index]``, and from the first
+    sample of the batch for the collate function, in workers and in the main process alike; in the
+    main process their states are put back. Generators that the dataset owns are its own affair.
+
+    ``loader.dataset`` wraps the dataset (its attribute ``dataset``) and calls ``dataset[index]``
+    one at a time even if it has ``__getitems__``: what is random in a bulk fetch would follow from
+    the whole batch. A new iterator starts at the sampler's cursor.
+
+    Args:
+        dataset: Map-style, with ``sampler.num_samples`` samples if it has a length.
+        sampler: Gives order and position; advance it, or the progress it is attached to.
+        batch_size: Samples per batch on this rank; ``None`` for single samples without batches.
+        num_workers: Worker processes; 0 loads in the main process.
+        **kwargs: Anything else of DataLoader except ``sampler``, ``batch_sampler``, ``shuffle``,
+            ``generator`` and ``in_order=False``.
+
+    Raises:
+        MismatchError: An iterable dataset, one of another length, or an order that is not kept.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise MismatchError(
+            f"{type(dataset).__name__} is an IterableDataset, which has no sample indices to "
+            "resume at: give a map-style dataset, or keep its position with your own state_dict"
+        )
+    if isinstance(dataset, Sized) and len(dataset) != sampler.num_samples:
+        raise MismatchError(
+            f"{type(dataset).__name__} has {len(dataset)} samples, its sampler "
+            f"{sampler.num_samples}: make the sampler with num_samples=len(dataset)"
+        )
+    if not kwargs.pop("in_order", True):
+        raise MismatchError(
+            "in_order=False returns batches in another order than they were drawn, so that no "
+            "cursor can tell which are consumed: leave it out"
+        )
+    # DataLoader draws a base seed whenever it is iterated, by default from the global generator.
+    base_seeds = torch.Generator(device=torch.get_default_device())
+    base_seeds.manual_seed(mix_words(sampler.seed))
+    loader: DataLoader[Any] = DataLoader(
+        _SeededDataset(dataset, sampler.seed),
+        batch_size=batch_size,
+        sampler=_KeySampler(sampler),
+        num_workers=num_workers,
+        generator=base_seeds,
+        **kwargs,
+    )
+    # Wrapped afterwards: DataLoader knows which one collates by default.
+    loader.collate_fn = _SeededCollate(loader.collate_fn, sampler.seed)
+    return loader
+
+
+def sample_seed(seed: int, epoch: int, index: int) -> int:
+    """Mix a sample's coordinates into one seed.
+
+    Args:
+        seed: Any integer; its low 64 bits count, as for the others.
+        epoch: Index of the epoch.
+        index: Index of the sample in the dataset.
+
+    Returns:
+        An int of [0, 2**64), different for each index of one epoch (a bijection of it).
+
+    Source: `fsdp_ckpt.state.rng.mix_words`, chained splitmix64 finalizers.
+    """
+    return mix_words(seed, epoch, index)
+
+
+def _walk(order: torch.Tensor | None, positions: range, num_samples: int) -> Iterator[int]:
+    """Yield the indices at ``positions`` of ``order``, which repeats itself past its end."""
+    for first in range(0, len(positions), _BLOCK_SAMPLES):
+        block = positions[first : first + _BLOCK_SAMPLES]
+        picked = torch.arange(block.start, block.stop, block.step, device="cpu") % num_samples
+        yield from (picked if order is None else order[picked]).tolist()
+
+
+_Key = tuple[int, int]  # epoch, index
+
+
+class _KeySampler(Sampler[_Key]):
+    """Sends the epoch along with each index: persistent workers outlive an epoch."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[_Key]:
+        epoch = self.sampler.epoch
+        return ((epoch, index) for index in self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Trainers call this on ``loader.sampler``."""
+        self.sampler.set_epoch(epoch)
+
+
+class _SeededDataset(Dataset[tuple[_Key, Any]]):
+    """Fetches samples under their seeds, with the first one's key for the collate function.
+
+    Global states are kept once per batch and not per sample: for numpy that costs 70 us.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: _Key) -> tuple[_Key, Any]:
+        first, samples = self.__getitems__([key])
+        return first, samples[0]
+
+    def __getitems__(self, keys: Sequence[_Key]) -> tuple[_Key, list[Any]]:
+        samples = []
+        with isolated_random_state():
+            for epoch, index in keys:
+                seed_random_state(sample_seed(self.seed, epoch, index))
+                samples.append(self.dataset[index])
+        return keys[0], samples
+
+
+class _SeededCollate:
+    """Collates under the seed of the first sample, in a stream of its own."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], seed: int) -> None:
+        self.collate_fn = collate_fn
+        self.seed = seed
+
+    def __call__(self, fetched: tuple[_Key, Any]) -> Any:
+        (epoch, index), data = fetched
+        with isolated_random_state():
+            # One word more than a sample's seed: a stream of its own.
+            seed_random_state(mix_words(self.seed, epoch, index, 0))
+            return self.collate_fn(data)

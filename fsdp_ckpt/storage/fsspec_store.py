@@ -1,0 +1,152 @@
+"""Any store that fsspec knows.
+
+Listings never come from a cache: another process's commit must be seen at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import fsspec
+
+from fsdp_ckpt.errors import AlreadyCommittedError, CheckpointError, NotFoundError, StorageError
+
+__all__ = ["FsspecStore"]
+
+
+class FsspecStore:
+    """Objects below a URL.
+
+    Args:
+        url: Any URL that fsspec knows.
+        storage_options: Passed to the filesystem.
+    """
+
+    def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._options = dict(storage_options or {})
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
+        except (ValueError, ImportError) as e:
+            raise StorageError(f"{url}: {e}", key=url) from e
+
+    def child(self, key: str) -> FsspecStore:
+        """Return the store rooted at ``key``."""
+        return FsspecStore(f"{self.url}/{key}", self._options)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def write(self, key: str, num_bytes: int) -> FsspecWriter:
+        """Start a new object."""
+        path = self._path(key)
+        with self._mapped(key):
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            if self._fs.exists(path):
+                raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
+            return FsspecWriter(self, key, self._fs.open(path, "wb"))
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a small object; conditionally where the filesystem can, after a look where it cannot."""
+        path = self._path(key)
+        with self._mapped(key):
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+            self._fs.invalidate_cache(self._fs._parent(path))
+            if self._fs.exists(path):
+                raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
+            self._fs.pipe_file(path, data)
+
+    def read(self, key: str) -> bytes:
+        """Return the whole object."""
+        with self._mapped(key):
+            return bytes(self._fs.cat_file(self._path(key)))
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` by one ranged read."""
+        if not buffer:
+            return
+        with self._mapped(key):
+            data = self._fs.cat_file(
+                self._path(key), start=byte_offset, end=byte_offset + len(buffer)
+            )
+        if len(data) != len(buffer):
+            raise StorageError(
+                f"{self.url}/{key}: {len(data)} of {len(buffer)} bytes at byte {byte_offset}", key=key
+            )
+        buffer[:] = data
+
+    def size(self, key: str) -> int:
+        """Return the object's size in bytes."""
+        with self._mapped(key):
+            self._fs.invalidate_cache(self._fs._parent(self._path(key)))
+            return int(self._fs.size(self._path(key)))
+
+    def list_folders(self) -> list[str]:
+        """Return the names of the folders, sorted."""
+        return sorted(name for name, info in self._list() if info["type"] == "directory")
+
+    def list_files(self) -> dict[str, int]:
+        """Return name → bytes of the objects."""
+        return {name: int(info["size"]) for name, info in self._list() if info["type"] == "file"}
+
+    def _list(self) -> list[tuple[str, dict[str, Any]]]:
+        try:
+            with self._mapped(""):
+                self._fs.invalidate_cache(self._root)
+                found = self._fs.ls(self._root, detail=True)
+        except NotFoundError:
+            return []
+        return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in found]
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        with suppress(NotFoundError), self._mapped(key):
+            self._fs.rm_file(self._path(key))
+
+    @contextmanager
+    def _mapped(self, key: str) -> Iterator[None]:
+        """Map the filesystem's errors to our tree."""
+        where = f"{self.url}/{key}" if key else self.url
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except FileNotFoundError as e:
+            raise NotFoundError(f"{where}: not found", key=key) from e
+        except FileExistsError as e:
+            raise AlreadyCommittedError(f"{where}: exists already", key=key) from e
+        except OSError as e:
+            raise StorageError(f"{where}: {e}", key=key) from e
+
+
+class FsspecWriter:
+    """One new object, written in order."""
+
+    ordered = True
+
+    def __init__(self, store: FsspecStore, key: str, file: Any) -> None:
+        self._store = store
+        self._key = key
+        self._file = file
+        self._position = 0
+
+    def write_at(self, byte_offset: int, data: memoryview) -> None:
+        """Write the next bytes."""
+        if byte_offset != self._position:
+            raise StorageError(f"{self._key}: bytes out of order at {byte_offset}", key=self._key)
+        with self._store._mapped(self._key):
+            self._file.write(data)
+        self._position += len(data)
+
+    def commit(self) -> None:
+        """Close the object, which publishes it."""
+        with self._store._mapped(self._key):
+            self._file.close()
+
+    def abort(self) -> None:
+        """Drop the object; closing it would publish it."""
+        if hasattr(self._file, "discard"):
+            self._file.discard()
+        self._store.delete(self._key)

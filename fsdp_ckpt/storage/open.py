@@ -1,0 +1,40 @@
+"""From what a user writes to a store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fsspec.core import split_protocol
+
+from fsdp_ckpt.errors import StorageError
+from fsdp_ckpt.storage.fsspec_store import FsspecStore
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["open_store"]
+
+
+def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+    """Open the store rooted at ``url``; nothing is created or contacted.
+
+    Args:
+        url: A path, ``file://``, or any URL that fsspec knows (``s3://bucket/run``, ``memory://run``).
+            A ``PathLike`` is a local path: ``pathlib`` breaks URLs (``s3://b`` becomes ``s3:/b``).
+        **storage_options: Passed to the fsspec filesystem (credentials, endpoint).
+
+    Raises:
+        StorageError: No such protocol, or a URL that went through ``pathlib``.
+    """
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text:
+        raise StorageError(f"{url!r} is not a path or URL")
+    if not isinstance(url, str):
+        head, separator, _ = text.partition(":/")
+        if separator and head.isalnum() and "/" not in head:
+            raise StorageError(f"{text!r} is a URL that went through pathlib; pass it as a str")
+        return LocalStore(text)
+    protocol, path = split_protocol(text)
+    if protocol in (None, "file", "local") and not storage_options:
+        return LocalStore(path)
+    return FsspecStore(text, storage_options)

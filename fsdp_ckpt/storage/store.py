@@ -1,0 +1,78 @@
+"""What a store can do: one verb each.
+
+Keys are relative to the store's root, with ``/`` between their parts. Every error is of our tree:
+:class:`NotFoundError` for an absent key, :class:`AlreadyCommittedError` for a create-only write that lost,
+:class:`StorageError` for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["ObjectWriter", "Store"]
+
+
+class ObjectWriter(Protocol):
+    """One new object being written. Ends with exactly one of ``commit`` and ``abort``."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether bytes must come in order (object stores); otherwise any order, from any thread."""
+        ...
+
+    def write_at(self, byte_offset: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``byte_offset``; the buffer may be reused afterwards."""
+        ...
+
+    def commit(self) -> None:
+        """Make the object durable and visible under its key."""
+        ...
+
+    def abort(self) -> None:
+        """Drop what was written: no object stays under the key."""
+        ...
+
+
+class Store(Protocol):
+    """A place for objects under one root."""
+
+    @property
+    def url(self) -> str:
+        """The root as the user would write it; without credentials."""
+        ...
+
+    def child(self, key: str) -> Store:
+        """Return the store rooted at ``key``."""
+        ...
+
+    def write(self, key: str, num_bytes: int) -> ObjectWriter:
+        """Start a new object of ``num_bytes``. The key must not exist."""
+        ...
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a small object, durably and all at once, only if the key does not exist."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """Return the whole object, as it is on storage now."""
+        ...
+
+    def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``byte_offset`` on; a shorter object is a StorageError."""
+        ...
+
+    def size(self, key: str) -> int:
+        """Return the object's size in bytes."""
+        ...
+
+    def list_folders(self) -> list[str]:
+        """Return the names of the folders directly under the root, sorted; none for an absent root."""
+        ...
+
+    def list_files(self) -> dict[str, int]:
+        """Return name → bytes of the objects directly under the root; none for an absent root."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove one object; an absent key is not an error."""
+        ...
