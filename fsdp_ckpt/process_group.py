@@ -1,8 +1,8 @@
 """The life of a process group, from its start to an end that leaves the exit code alone.
 
-A gloo group that is still alive, or still referenced, when the interpreter exits can abort the process
-(seen with torch 2.13, in about one run of five): a run that did its work then ends with exit code -6. So
-training ends in this order, here and nowhere else::
+A gloo group that is still alive, or still referenced, when the interpreter exits can abort the process (now
+and then, with torch 2.13): a run that did its work then ends with exit code -6. So training ends in this
+order, here and nowhere else::
 
     barrier -> drop model and optimizer -> gc.collect() -> destroy_process_group()
 

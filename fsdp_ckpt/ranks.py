@@ -79,10 +79,11 @@ class RankGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (JSON), in rank order, on all ranks."""
-        if self.world_size == 1:
-            return [value]
-        everything = self._exchange(value, lambda values: values)
-        return list(everything)
+        return list(self._exchange(value, lambda values: values))
+
+    def all_equal(self, value: Any) -> bool:
+        """Whether every rank has the same ``value`` (JSON); the answer is the same on all ranks."""
+        return bool(self._exchange(value, lambda values: all(v == values[0] for v in values)))
 
     def run(self, what: str, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; return its result only if it succeeded on all.
@@ -101,29 +102,47 @@ class RankGroup:
             raise _agreed_error(what, errors, self.rank, error)
         return result  # type: ignore[return-value]  # None only where action returned None
 
-    def run_write(self, what: str, action: Callable[[], T]) -> T:
-        """Like :meth:`run`, for the part of a save that writes.
+    def commit(
+        self, what: str, action: Callable[[], Any], finish: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Run ``action`` on every rank, then ``finish`` on the coordinator, only if all succeeded.
+
+        Args:
+            what: What is being done, for the error.
+            action: Local work; returns JSON.
+            finish: All ranks' results in rank order → JSON.
+
+        Returns:
+            What ``finish`` returned, on every rank.
 
         Raises:
             IncompleteWriteError: On every rank, with all ranks' failures.
+            CheckpointError: What ``finish`` raised, on every rank.
         """
         result, error = _outcome(action)
-        errors = self._gather_errors(error)
-        if errors:
+
+        def combine(outcomes: list[Any]) -> Any:
+            failures = [[r, o["error"]] for r, o in enumerate(outcomes) if "error" in o]
+            if failures:
+                return {"failures": failures}
+            finished, broken = _outcome(lambda: finish([o["result"] for o in outcomes]))
+            return {"error": error_to_json(broken)} if broken else {"result": finished}
+
+        answer = self._exchange(_outcome_to_json(result, error), combine)
+        if "failures" in answer:
+            errors = {r: error_from_json(e) for r, e in answer["failures"]}
             causes = "; ".join(f"rank {r}: {e}" for r, e in errors.items())
             raise IncompleteWriteError(
                 f"{what} failed, nothing was committed: {causes}", rank=min(errors), failures=errors
             ) from error
-        return result  # type: ignore[return-value]  # None only where action returned None
+        if "error" in answer:
+            raise _agreed_error(what, {0: error_from_json(answer["error"])}, self.rank, None)
+        return answer["result"]
 
     def coordinate(self, what: str, action: Callable[[], Any]) -> Any:
         """Run ``action`` on the coordinator; return its result (JSON) or raise its error on all ranks."""
         result, error = _outcome(action) if self.is_coordinator else (None, None)
-        if self.world_size == 1:
-            answer = {"error": error_to_json(error)} if error else {"result": result}
-        else:
-            mine = {"error": error_to_json(error)} if error else {"result": result}
-            answer = self._exchange(mine if self.is_coordinator else None, lambda values: values[0])
+        answer = self._exchange(_outcome_to_json(result, error), lambda outcomes: outcomes[0])
         if "error" in answer:
             raise _agreed_error(what, {0: error_from_json(answer["error"])}, self.rank, error)
         return answer["result"]
@@ -133,8 +152,6 @@ class RankGroup:
         self.gather(None)
 
     def _gather_errors(self, error: Exception | None) -> dict[int, Exception]:
-        if self.world_size == 1:
-            return {} if error is None else {0: _as_ours(error)}
         record = None if error is None else error_to_json(error)
         # The coordinator answers with the failures alone: usually with nothing.
         failures = self._exchange(
@@ -145,6 +162,8 @@ class RankGroup:
     def _exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
         """Send ``value`` to the coordinator, which combines all of them; return what it made."""
         store, number = self._store, self._round
+        if self.world_size == 1:
+            return combine([value])
         if store is None:
             raise AssertionError("a group of several ranks needs a store")
         self._round += 1
@@ -158,7 +177,8 @@ class RankGroup:
             encoded = json.dumps(combine(values))
             store.set(answer_key, encoded)
             # All ranks have read the answer before last: they have sent a value since.
-            store.delete_key(f"{number - 2}/answer")
+            if number >= 2:
+                store.delete_key(f"{number - 2}/answer")
             return json.loads(encoded)
         store.set(f"{number}/{self.rank}", json.dumps(value))
         return json.loads(self._wait(answer_key, deadline, 0, number))
@@ -200,8 +220,8 @@ def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, e
 
 
-def _as_ours(error: Exception) -> Exception:
-    return error if isinstance(error, CheckpointError) else error_from_json(error_to_json(error))
+def _outcome_to_json(result: Any, error: Exception | None) -> dict[str, Any]:
+    return {"result": result} if error is None else {"error": error_to_json(error)}
 
 
 def _agreed_error(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.box import Box, overlap
 
-__all__ = ["LoadDifferences", "ReshardLoadPlanner"]
+__all__ = ["LoadDifferences", "ReshardLoadPlanner", "matches"]
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class ReshardLoadPlanner(LoadPlanner):
         self._allow_missing = tuple(allow_missing)
         self._allow_unexpected = tuple(allow_unexpected)
         self._allow_cast = allow_cast
-        self._state: Any = {}
+        self._put: Callable[[Path, Any], object] = lambda path, value: None
         self._paths: dict[str, Path] = {}
         self._tensors: dict[str, LiveTensor] = {}
         self._rows: dict[str, TensorRow] = {}
@@ -86,48 +86,82 @@ class ReshardLoadPlanner(LoadPlanner):
                 "ReshardLoadPlanner reads checkpoints of fsdp_ckpt; use it with ShardedStorageReader"
             )
         together = dist.is_available() and dist.is_initialized()
-        self.set_up(state_dict, metadata.manifest, rank=dist.get_rank() if together else 0)
+        self.set_up(
+            {path: leaf for path, leaf, _ in leaves_of(state_dict)},
+            metadata.manifest,
+            rank=dist.get_rank() if together else 0,
+            put=lambda path, value: set_leaf(state_dict, path, value),
+        )
 
-    def set_up(self, state_dict: Mapping[Any, Any], manifest: Manifest, *, rank: int) -> None:
-        """Compare for ``rank``; see :meth:`set_up_planner`."""
-        self._state, self.differences = state_dict, LoadDifferences()
+    def set_up(
+        self,
+        leaves: Mapping[Path, Any],
+        manifest: Manifest,
+        *,
+        rank: int,
+        put: Callable[[Path, Any], object],
+        missing: Iterable[str] = (),
+        problems: Iterable[str] = (),
+    ) -> None:
+        """Compare the leaves of a state with the checkpoint.
+
+        Args:
+            leaves: Path → tensor to fill, or anything else for a value.
+            manifest: The checkpoint's.
+            rank: This rank.
+            put: Takes each loaded value at its path.
+            missing: Further names that the checkpoint lacks.
+            problems: Further differences that nothing allows.
+
+        Raises:
+            MismatchError: See :meth:`set_up_planner`.
+        """
+        self._put, self.differences = put, LoadDifferences()
         self._paths, self._tensors = {}, {}
         self._rows = {row.name: row for row in manifest.tensors}
         saved_values = {path_name(path) for path in manifest.values}
         own = {path_name(path) for path in manifest.rank_local}
-        problems: list[str] = []
+        found = list(problems)
+        for name in missing:
+            self._judge_missing(name, found)
         layouts: dict[Any, Any] = {}
-        for path, leaf, _ in leaves_of(state_dict):
+        for path, leaf in leaves.items():
             name = path_name(path)
             is_tensor = isinstance(leaf, torch.Tensor)
             if name not in own and name not in (self._rows if is_tensor else saved_values):
                 if name in self._rows or name in saved_values:
                     kinds = ("value", "tensor") if is_tensor else ("tensor", "value")
-                    problems.append(f"{name}: a {kinds[0]} in the checkpoint, a {kinds[1]} here")
-                elif _matches(name, self._allow_missing):
-                    self.differences.missing.append(name)
+                    found.append(f"{name}: a {kinds[0]} in the checkpoint, a {kinds[1]} here")
+                    self._paths[name] = path
                 else:
-                    problems.append(f"{name}: missing in the checkpoint")
+                    self._judge_missing(name, found)
                 continue
             self._paths[name] = path
             if is_tensor:
                 live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
                 if name in self._rows:
-                    problems.extend(self._compare(name, live, self._rows[name]))
+                    found.extend(self._compare(name, live, self._rows[name]))
         for name in (*self._rows, *saved_values, *own):
-            if name not in self._paths and not any(p.startswith(f"{name}:") for p in problems):
-                if _matches(name, self._allow_unexpected):
-                    self.differences.unexpected.append(name)
-                else:
-                    problems.append(f"{name}: in the checkpoint, not here")
-        if problems:
+            if name in self._paths:
+                continue
+            if matches(name, self._allow_unexpected):
+                self.differences.unexpected.append(name)
+            else:
+                found.append(f"{name}: in the checkpoint, not here")
+        if found:
             raise MismatchError(
-                f"the checkpoint of step {manifest.step} does not fit the live state, {len(problems)} "
-                f"difference{'s' if len(problems) > 1 else ''}: {'; '.join(problems)}. Fix the model, or allow "
+                f"the checkpoint of step {manifest.step} does not fit the live state, {len(found)} "
+                f"difference{'s' if len(found) > 1 else ''}: {'; '.join(found)}. Fix the model, or allow "
                 "them by allow_missing, allow_unexpected, allow_cast",
                 step=manifest.step,
                 attempt=manifest.attempt,
             )
+
+    def _judge_missing(self, name: str, found: list[str]) -> None:
+        if matches(name, self._allow_missing):
+            self.differences.missing.append(name)
+        else:
+            found.append(f"{name}: missing in the checkpoint")
 
     def _compare(self, name: str, live: LiveTensor, row: TensorRow) -> Iterable[str]:
         if live.shape != row.shape:
@@ -164,9 +198,13 @@ class ReshardLoadPlanner(LoadPlanner):
         """Put a value into the state dict; a tensor is copied into the live one."""
         live = self._tensors.get(name)
         if live is None:
-            set_leaf(self._state, self._paths[name], value)
+            self._put(self._paths[name], value)
         else:
             live.local.copy_(value)
+
+    def is_loaded(self, path: Path) -> bool:
+        """Whether the checkpoint has something for this leaf."""
+        return path_name(path) in self._paths
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the live memory that the item goes to."""
@@ -181,7 +219,8 @@ class ReshardLoadPlanner(LoadPlanner):
         """Nothing to do: the resolved tensor is the live memory."""
 
 
-def _matches(name: str, patterns: Iterable[str]) -> bool:
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the patterns (``fnmatch``, case matters)."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,7 @@ class ShardedStorageReader(StorageReader):
         self._num_threads = num_threads
         self._rank = 0
         self._world_size = 1
+        self._keep_own: Callable[[str], bool] = lambda name: False
         self.store = open_store(path, **storage_options)
         self._checkpoint: Checkpoint | None = None
 
@@ -114,9 +116,18 @@ class ShardedStorageReader(StorageReader):
             world_size=dist.get_world_size() if together else 1,
         )
 
-    def set_up(self, *, rank: int, world_size: int) -> None:
-        """Say which rank of how many this is."""
-        self._rank, self._world_size = rank, world_size
+    def set_up(
+        self, *, rank: int, world_size: int, keep_own: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Say which rank of how many this is.
+
+        Args:
+            rank: This rank.
+            world_size: Number of ranks today.
+            keep_own: Names whose rank-local content a rank gets back on another world size too, where
+                it existed at save time.
+        """
+        self._rank, self._world_size, self._keep_own = rank, world_size, keep_own
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan as it is."""
@@ -155,12 +166,13 @@ class ShardedStorageReader(StorageReader):
         checkpoint = self.checkpoint
         values_by_name = {path_name(p): v for p, v in checkpoint.manifest.values.items()}
         own_values = self._own_values()
+        varying = frozenset(path_name(p) for p in checkpoint.manifest.varying)
         pieces: list[tuple[ReadItem, Piece]] = []
         values: list[tuple[ReadItem, Json]] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.TENSOR:
-                pieces.append((item, self._tensor_piece(item)))
+                pieces.append((item, self._tensor_piece(item, varying)))
             elif name in own_values:
                 values.append((item, own_values[name]))
             elif name in values_by_name:
@@ -184,24 +196,25 @@ class ShardedStorageReader(StorageReader):
         for item, encoded in fetched.values:
             _give_value(planner, item, CODEC.decode(encoded), encoded)
 
-    @property
-    def _has_own(self) -> bool:
-        """Whether this rank existed when the checkpoint was written, with as many others."""
-        return self.checkpoint.manifest.world_size == self._world_size
+    def _has_own(self, name: str) -> bool:
+        """Whether what this rank saved for itself under ``name`` is still its own today."""
+        world_size = self.checkpoint.manifest.world_size
+        return world_size == self._world_size or (self._rank < world_size and self._keep_own(name))
 
     def _own_values(self) -> dict[str, Json]:
         manifest = self.checkpoint.manifest
-        if not self._has_own or not (manifest.rank_local or manifest.varying):
+        if not (manifest.rank_local or manifest.varying) or self._rank >= manifest.world_size:
             return {}
-        return {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
+        values = {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
+        return {name: value for name, value in values.items() if self._has_own(name)}
 
-    def _tensor_piece(self, item: ReadItem) -> Piece:
+    def _tensor_piece(self, item: ReadItem, varying: frozenset[str]) -> Piece:
         checkpoint = self.checkpoint
         name = item.storage_index.fqn
         start = tuple(item.storage_index.offset or ())
         sizes = tuple(item.lengths)
         region = Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), sizes)
-        if self._has_own and any(path_name(p) == name for p in checkpoint.manifest.varying):
+        if name in varying and self._has_own(name):
             own = checkpoint.own_piece(self._rank, name)
             if own is not None:
                 return Piece(own.rank, own.entry, region)
@@ -214,7 +227,7 @@ class ShardedStorageReader(StorageReader):
 
     def _own_piece(self, name: str) -> Piece:
         manifest = self.checkpoint.manifest
-        if not self._has_own:
+        if not self._has_own(name):
             raise MismatchError(
                 f"{name}: saved by each of {manifest.world_size} ranks for itself, {self._world_size} ranks "
                 "cannot share it out; leave it out of the state to load",

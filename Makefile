@@ -1,0 +1,51 @@
+# Every target installs what it needs: `make check` works in a fresh clone.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CODE := $(wildcard fsdp_ckpt tests scripts)
+
+# Arithmetic and stores, many tests at once; then those that start ranks themselves, one at a time, since each
+# of them keeps every core busy. wildcard: only folders that exist.
+FAST_TESTS := $(wildcard tests/unit tests/contract tests/golden)
+RANK_TESTS := $(wildcard tests/multiprocess tests/fault tests/e2e)
+
+# One torch thread per rank: the ranks of a test share the cores of one machine.
+export OMP_NUM_THREADS := 1
+
+.PHONY: venv format check test demo clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[dev,hf]'
+	touch $@
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix-only $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# pytest's closing line of each run tells how many tests passed, failed and were skipped.
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
+	$(BIN)/python -m pytest -q --durations=10 $(RANK_TESTS)
+
+demo: $(INSTALLED)
+	$(BIN)/python scripts/demo.py
+
+clean:
+	rm -rf $(VENV) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+		.import_linter_cache
+	find fsdp_ckpt tests scripts -name __pycache__ -prune -exec rm -rf {} +

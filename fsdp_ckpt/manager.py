@@ -1,0 +1,393 @@
+"""CheckpointManager: the one object a training job talks to.
+
+Invariant: all ranks call the same methods in the same order, and leave each with the same outcome. A
+restore changes nothing live before every rank holds its verified bytes; a save changes nothing at all.
+
+    save     collect -> agree -> open attempt -> image -> shard file -> (all receipts) -> publish
+    restore  find -> compare -> fetch -> (all ranks have theirs) -> deliver -> apply
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from fsdp_ckpt.commit.catalog import (
+    CheckpointInfo,
+    SkippedCheckpoint,
+    find_checkpoints,
+    list_steps,
+    step_folder,
+)
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.dcp.agreement import Agreement, Summary, agree
+from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
+from fsdp_ckpt.dcp.reader import ShardedStorageReader
+from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
+from fsdp_ckpt.dcp.saved_state import saved_state
+from fsdp_ckpt.dcp.writer import Attempt, ShardedStorageWriter, ShardReceipt
+from fsdp_ckpt.errors import ClosedError, CorruptCheckpointError, NotFoundError
+from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.snapshot.image import ImagePool
+from fsdp_ckpt.storage.open import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from fsdp_ckpt.state.train_state import TrainState
+
+__all__ = ["CheckpointManager", "RestoreReport", "SaveHandle"]
+
+logger = logging.getLogger("fsdp_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did, the same on all ranks but for what is a rank's own.
+
+    Args:
+        step: Restored step, or ``None`` where the run starts fresh.
+        attempt: Id of the save it came from.
+        saved_world_size: Ranks that saved.
+        preserved: Parts of the state that are back to the bit.
+        derived: Names taken from another rank's content, or made up deterministically, as for the random
+            states of ranks that did not exist.
+        dropped: Names left out.
+        missing: Live names that the checkpoint lacks; they keep their live values.
+        unexpected: Saved names that the live state lacks.
+        cast: Name → (saved dtype, live dtype).
+        skipped: Newer checkpoints that were passed over, with the reason.
+    """
+
+    step: int | None
+    attempt: str | None = None
+    saved_world_size: int | None = None
+    preserved: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there was nothing to restore."""
+        return self.step is None
+
+
+class SaveHandle:
+    """A save's outcome. This version saves synchronously, so it is done when you hold it."""
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self._info = info
+
+    def wait_staged(self) -> None:
+        """Return when the live state may change again."""
+
+    def wait(self) -> CheckpointInfo:
+        """Return the committed checkpoint."""
+        return self._info
+
+    def done(self) -> bool:
+        """Whether the save has ended."""
+        return True
+
+
+class CheckpointManager:
+    """Saves and restores a training run under one root; every rank has its own instance.
+
+    Args:
+        root: A path, or any URL that fsspec knows; made by the first save.
+        state: What is saved and restored.
+        process_group: The ranks that take part (default: all).
+        timeout_s: How long a rank waits for the others in one exchange, in seconds; must cover the slowest
+            rank's writing.
+        num_threads: Threads that read or write, per rank.
+        storage_options: Passed to the fsspec filesystem.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: TrainState,
+        *,
+        process_group: ProcessGroup | None = None,
+        timeout_s: float = 1800.0,
+        num_threads: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.state = state
+        self._options = dict(storage_options or {})
+        self._root = open_store(root, **self._options)
+        self._group = RankGroup.of(process_group, timeout_s)
+        self._num_threads = num_threads
+        self._pool = ImagePool()
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the buffers; closing twice is fine."""
+        self._pool.close()
+        self._closed = True
+
+    # --- what is there ---
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return every whole checkpoint, newest first; any rank may call it alone.
+
+        Raises:
+            StorageError: The root cannot be read.
+        """
+        self._check_open()
+        return [found for found in find_checkpoints(self._root) if isinstance(found, CheckpointInfo)]
+
+    def latest(self) -> CheckpointInfo | None:
+        """Return the newest whole checkpoint, or ``None``; any rank may call it alone."""
+        self._check_open()
+        return next((f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo)), None)
+
+    # --- save ---
+
+    def save(self) -> SaveHandle:
+        """Save the state as the checkpoint of ``state.progress.step``; called by every rank.
+
+        Returns:
+            A handle; the checkpoint is committed and durable.
+
+        Raises:
+            UnencodableStateError: A value cannot be saved; nothing was written.
+            AlreadyCommittedError: The step has a checkpoint already.
+            IncompleteWriteError: A rank failed to write; nothing was committed.
+            RankFailureError: A rank did not answer in time.
+        """
+        self._check_open()
+        group, planner = self._group, ShardSavePlanner()
+        step = self.state.progress.step
+        group.run(
+            "collecting the state",
+            lambda: planner.set_up(
+                self.state.collect(), rank=group.rank, world_size=group.world_size
+            ),
+        )
+        planner.accept(self._agree(planner.summary), group.rank, group.world_size)
+        writer = ShardedStorageWriter(
+            self._root.child(step_folder(step)).url,
+            step=step,
+            num_threads=self._num_threads,
+            pool=self._pool,
+            **self._options,
+        )
+        attempt = Attempt(
+            **group.coordinate(
+                "opening an attempt",
+                lambda: dataclasses.asdict(writer.open_attempt(group.world_size)),
+            )
+        )
+        manifest = planner.draft_manifest()
+
+        def write() -> Any:
+            spare = manifest if group.is_coordinator else None
+            return writer.write_contents(planner.contents(), attempt, group.rank, spare).to_json()
+
+        def publish(receipts: list[Any]) -> Any:
+            rows = [ShardReceipt.from_json(receipt) for receipt in receipts]
+            published = writer.publish(manifest, attempt, rows)
+            return dataclasses.asdict(CheckpointInfo.of(published, writer.store.url))
+
+        info = CheckpointInfo(**group.commit(f"saving step {step}", write, publish))
+        if group.is_coordinator:
+            logger.info("saved step %d, %d bytes, to %s", step, info.num_bytes, info.url)
+        return SaveHandle(info)
+
+    def _agree(self, summary: Summary) -> Agreement:
+        """Exchange one hash; the summaries themselves only where ranks differ."""
+        group = self._group
+        if group.all_equal(summary.fingerprint()):
+            return agree([summary] * group.world_size)
+        distinct: dict[str, Summary] = {}
+        summaries = []
+        for encoded in group.gather(summary.to_json()):
+            key = json.dumps(encoded)
+            if key not in distinct:
+                distinct[key] = Summary.from_json(encoded)
+            summaries.append(distinct[key])
+        return agree(summaries)
+
+    # --- restore ---
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        allow_missing: Iterable[str] = (),
+        allow_unexpected: Iterable[str] = (),
+        allow_cast: bool = False,
+        allow_torn: bool = False,
+    ) -> RestoreReport:
+        """Bring the live state back; called by every rank, with the same arguments.
+
+        Without ``step``, the newest whole checkpoint; a damaged one is passed over, by all ranks alike, and
+        reported. A root without any checkpoint starts fresh: the live state stays as it is.
+
+        Args:
+            step: The checkpoint to restore; damage is then an error.
+            allow_missing: Patterns (``fnmatch``) of live names that the checkpoint may lack.
+            allow_unexpected: Patterns of saved names that the live state may lack.
+            allow_cast: Load tensors into another dtype.
+            allow_torn: Start fresh although saves were begun under this root and none was committed.
+
+        Raises:
+            NotFoundError: No such step, or only torn attempts.
+            MismatchError: Keys, shapes or dtypes differ; all of them in one error, nothing has changed.
+            CorruptCheckpointError: Damaged, and named by ``step`` or the last one there is.
+            StorageError: The root or a file cannot be read now.
+            RankFailureError: A rank did not answer in time.
+        """
+        self._check_open()
+        planner_options = {
+            "allow_missing": tuple(allow_missing),
+            "allow_unexpected": tuple(allow_unexpected),
+            "allow_cast": allow_cast,
+        }
+        damaged: dict[int, str] = {}
+        while True:
+            found = self._group.coordinate(
+                "looking for a checkpoint", lambda: self._find(step, damaged, allow_torn)
+            )
+            skipped = tuple(SkippedCheckpoint(**s) for s in found["skipped"])
+            for passed in skipped:
+                logger.warning("passed over the checkpoint of step %d: %s", passed.step, passed.reason)
+            if found["step"] is None:
+                logger.warning("no checkpoint under %s: starting fresh", self._root.url)
+                return RestoreReport(step=None, skipped=skipped)
+            try:
+                report = self._restore_from(found["step"], found["attempt"], planner_options)
+            except CorruptCheckpointError as e:
+                if step is not None:
+                    raise
+                damaged[found["step"]] = str(e)
+                continue
+            return dataclasses.replace(report, skipped=skipped)
+
+    def _find(self, step: int | None, damaged: Mapping[int, str], allow_torn: bool) -> dict[str, Any]:
+        """Choose the checkpoint; runs on the coordinator alone."""
+        if step is not None:
+            return {**self._find_step(step), "skipped": []}
+        skipped: list[SkippedCheckpoint] = []
+        for found in find_checkpoints(self._root):
+            if isinstance(found, SkippedCheckpoint):
+                skipped.append(found)
+            elif found.step in damaged:
+                reason = damaged[found.step]
+                skipped.append(SkippedCheckpoint(step=found.step, reason=reason, torn=False))
+            else:
+                passed = [dataclasses.asdict(s) for s in skipped]
+                return {"step": found.step, "attempt": found.attempt, "skipped": passed}
+        broken = [s for s in skipped if not s.torn]
+        if broken:
+            raise CorruptCheckpointError(
+                f"{self._root.url}: no whole checkpoint among {len(skipped)}; the newest: {broken[0].reason}",
+                step=broken[0].step,
+            )
+        if skipped and not allow_torn:
+            raise NotFoundError(
+                f"{self._root.url}: no checkpoint, only {len(skipped)} torn attempt(s), the newest of step "
+                f"{skipped[0].step}; to start the run anew, pass allow_torn=True or another root"
+            )
+        return {"step": None, "skipped": [dataclasses.asdict(s) for s in skipped]}
+
+    def _find_step(self, step: int) -> dict[str, Any]:
+        try:
+            checkpoint = Checkpoint.open(self._root.child(step_folder(step)))
+        except NotFoundError as e:
+            there = list_steps(self._root)
+            shown = ", ".join(map(str, there[:5])) or "none"
+            raise NotFoundError(
+                f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}", step=step
+            ) from e
+        checkpoint.check_files()
+        return {"step": step, "attempt": checkpoint.manifest.attempt}
+
+    def _restore_from(self, step: int, attempt: str, options: Mapping[str, Any]) -> RestoreReport:
+        group, state = self._group, self.state
+        reader = ShardedStorageReader(
+            self._root.child(step_folder(step)).url, num_threads=self._num_threads, **self._options
+        )
+        planner = ReshardLoadPlanner(**options)
+        # A rank's own random states stay its own on another world size too.
+        reader.set_up(
+            rank=group.rank,
+            world_size=group.world_size,
+            keep_own=lambda name: name.startswith("rng."),
+        )
+        leaves: dict[Any, Any] = {}
+
+        def compare() -> Any:
+            manifest = reader.checkpoint.manifest
+            if manifest.attempt != attempt:
+                raise CorruptCheckpointError(
+                    f"step {step}: attempt {attempt} was found, {manifest.attempt} is there now", step=step
+                )
+            saved = saved_state(manifest)
+            plan = state.plan_restore(
+                saved,
+                rank=group.rank,
+                world_size=group.world_size,
+                allowed=lambda name: matches(name, options["allow_missing"]),
+            )
+            leaves.update(plan.leaves)
+            planner.set_up(
+                leaves,
+                manifest,
+                rank=group.rank,
+                put=leaves.__setitem__,
+                missing=plan.missing,
+                problems=plan.problems,
+            )
+            return saved, plan
+
+        saved, plan = group.run("comparing the checkpoint", compare)
+        fetched = group.run(
+            "reading the checkpoint", lambda: reader.fetch(planner.create_local_plan())
+        )
+
+        def apply() -> None:
+            reader.deliver(fetched, planner)
+            for path in [p for p in leaves if not planner.is_loaded(p)]:
+                del leaves[path]
+            state.apply(plan, leaves, saved.seed, group.rank)
+
+        group.run("restoring the state", apply)
+        differences = planner.differences
+        touched = {path[0] for path in leaves}
+        derived = tuple(plan.derived)
+        logger.info("restored step %d from %s", step, reader.store.url)
+        return RestoreReport(
+            step=step,
+            attempt=attempt,
+            saved_world_size=saved.world_size,
+            preserved=tuple(sorted(touched - {"tied", *derived})),
+            derived=derived,
+            dropped=tuple(plan.dropped),
+            missing=tuple(differences.missing),
+            unexpected=tuple(differences.unexpected),
+            cast=dict(differences.cast),
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the manager is closed; make a new one")
