@@ -357,6 +357,7 @@ class CheckpointManager:
                 put=leaves.__setitem__,
                 missing=plan.missing,
                 problems=plan.problems,
+                left_out=plan.left_out,
             )
             return saved, plan
 

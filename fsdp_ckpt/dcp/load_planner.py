@@ -102,6 +102,7 @@ class ReshardLoadPlanner(LoadPlanner):
         put: Callable[[Path, Any], object],
         missing: Iterable[str] = (),
         problems: Iterable[str] = (),
+        left_out: Iterable[Path] = (),
     ) -> None:
         """Compare the leaves of a state with the checkpoint.
 
@@ -112,6 +113,7 @@ class ReshardLoadPlanner(LoadPlanner):
             put: Takes each loaded value at its path.
             missing: Further names that the checkpoint lacks.
             problems: Further differences that nothing allows.
+            left_out: Saved paths that are passed over on purpose.
 
         Raises:
             MismatchError: See :meth:`set_up_planner`.
@@ -119,8 +121,8 @@ class ReshardLoadPlanner(LoadPlanner):
         self._put, self.differences = put, LoadDifferences()
         self._paths, self._tensors = {}, {}
         self._rows = {row.name: row for row in manifest.tensors}
-        saved_values = {path_name(path) for path in manifest.values}
-        own = {path_name(path) for path in manifest.rank_local}
+        saved_values = dict.fromkeys(path_name(path) for path in manifest.values)
+        own = dict.fromkeys(path_name(path) for path in manifest.rank_local)
         found = list(problems)
         for name in missing:
             self._judge_missing(name, found)
@@ -141,8 +143,9 @@ class ReshardLoadPlanner(LoadPlanner):
                 live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
                 if name in self._rows:
                     found.extend(self._compare(name, live, self._rows[name]))
+        passed_over = {path_name(path) for path in left_out}
         for name in (*self._rows, *saved_values, *own):
-            if name in self._paths:
+            if name in self._paths or name in passed_over:
                 continue
             if matches(name, self._allow_unexpected):
                 self.differences.unexpected.append(name)

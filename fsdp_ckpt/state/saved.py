@@ -68,6 +68,7 @@ class RestorePlan:
         missing: Names of the live state that the checkpoint lacks.
         derived: Names that are restored from another rank's content, or made up deterministically.
         dropped: Names that are left out, as the caller allows.
+        left_out: Saved paths that this rank passes over for that.
     """
 
     leaves: dict[Path, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class RestorePlan:
     missing: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    left_out: list[Path] = field(default_factory=list)
 
 
 def subtree(leaves: Mapping[Path, Any], *prefix: str) -> Any:

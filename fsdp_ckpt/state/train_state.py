@@ -144,6 +144,7 @@ class TrainState:
                 plan.missing.append("rng")
         else:
             plan.derived.append("rng")
+            plan.left_out.extend(saved.under("rng"))
         return plan
 
     def _plan_model(self, live: ModelTensors, saved: SavedState, plan: RestorePlan) -> None:
@@ -272,6 +273,7 @@ def _plan_part(
             return
         if any(path in saved.own for path in apart):
             plan.dropped.append(name)
+            plan.left_out.extend(paths)
             return
         plan.derived.append(name)
     live = flatten({"": part.state_dict()}, lambda v: isinstance(v, torch.Tensor))
