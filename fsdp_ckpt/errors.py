@@ -152,7 +152,9 @@ def error_to_json(error: BaseException) -> dict[str, Any]:
     """
     if not isinstance(error, CheckpointError):
         return {"type": "CheckpointError", "message": describe(error)}
-    record: dict[str, Any] = {"type": type(error).__name__, "message": str(error)}
+    # A subclass defined elsewhere travels as the error of the tree that it is.
+    kind = next(cls.__name__ for cls in type(error).__mro__ if cls in _TREE.values())
+    record: dict[str, Any] = {"type": kind, "message": str(error)}
     for name in ("step", "attempt", "rank", "key"):
         if getattr(error, name) is not None:
             record[name] = getattr(error, name)

@@ -43,7 +43,9 @@ class StdlibText(Dataset[tuple[int, torch.Tensor]]):
             if len(text) < num_bytes:
                 text += path.read_bytes()
         if len(text) < num_bytes:
-            raise ValueError(f"the standard library has {len(text)} bytes here, {num_bytes} are wanted")
+            raise ValueError(
+                f"the standard library has {len(text)} bytes here, {num_bytes} are wanted"
+            )
         self.tokens = torch.frombuffer(text[:num_bytes], dtype=torch.uint8)
 
     def __len__(self) -> int:

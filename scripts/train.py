@@ -31,108 +31,97 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_ckpt import CheckpointManager, ResumableSampler, TrainState, make_loader, process_group
+from fsdp_ckpt import CheckpointManager, ResumableSampler, TrainState, make_loader
+from fsdp_ckpt.process_group import process_group
 
 
 def main() -> None:
     """Set up this rank's device and process group, train, and end cleanly."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description="train a small Llama, or go on training it")
     parser.add_argument("config", type=Path, help="TOML, as configs/demo.toml")
     parser.add_argument("--root", required=True, help="where checkpoints go: a path or URL")
     parser.add_argument("--steps", type=int, help="stop after this step (default: the config's)")
     parser.add_argument("--events", type=Path, help="rank 0 appends JSON lines: losses and more")
-    parser.add_argument("--logits", type=Path, help="rank 0 writes the last model's logits, .npy")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="crash in the middle of this step")
+    parser.add_argument("--logits", type=Path, help="rank 0 writes the final model's logits, .npy")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="crash in the middle of it")
     args = parser.parse_args()
     config = tomllib.loads(args.config.read_text())
 
-    logging.basicConfig()
+    logging.basicConfig(format="%(message)s")
     rank = int(os.environ["RANK"])
     logging.getLogger("fsdp_ckpt").setLevel(logging.INFO if rank == 0 else logging.ERROR)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    # Nothing of train() may live on when the group ends: see fsdp_ckpt.process_group.
+    # Model and optimizer live in train() alone, so that they are gone when the group ends.
     with process_group("nccl" if device.type == "cuda" else "gloo"):
         train(args, config, device)
 
 
 def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device) -> None:
     """Restore what there is, train the steps that are left, save on the way."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    data, seed = config["data"], config["seed"]
-    num_steps = args.steps or config["steps"]
-    if data["global_batch"] % world_size:
-        raise ValueError(f"{world_size} ranks do not divide the batch of {data['global_batch']}")
-    log = args.events.open("a", buffering=1) if args.events and rank == 0 else None
+    seed, data = config["seed"], config["data"]
+    num_steps, num_ranks = args.steps or config["steps"], dist.get_world_size()
+    if data["global_batch"] % num_ranks:
+        raise ValueError(f"{num_ranks} ranks do not divide the batch of {data['global_batch']}")
+    log = args.events.open("a", buffering=1) if args.events and dist.get_rank() == 0 else None
 
     torch.manual_seed(seed)  # the same weights on every rank
     model = build_model(config["model"], device)
     optimizer = build_optimizer(model, config["optimizer"])
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, partial(warmup_cosine, num_steps=config["steps"], **config["schedule"])
-    )
-    torch.manual_seed(seed + 1 + rank)  # other dropout masks on every rank
+    factor = partial(warmup_cosine, num_steps=config["steps"], **config["schedule"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    torch.manual_seed(seed + 1 + dist.get_rank())  # other dropout masks on every rank
     text = StdlibText(data["num_samples"], data["seq_len"])
     sampler = ResumableSampler(len(text), seed=seed)
+    batch_size, num_workers = data["global_batch"] // num_ranks, data["num_workers"]
     loader = make_loader(
-        text,
-        sampler,
-        batch_size=data["global_batch"] // world_size,
-        num_workers=data["num_workers"],
-        drop_last=True,
+        text, sampler, batch_size=batch_size, num_workers=num_workers, drop_last=True
     )
     state = TrainState(model=model, optimizer=optimizer, lr_scheduler=scheduler, data=sampler)
     progress = state.progress
 
     with CheckpointManager(args.root, state) as manager:
         report, seconds = timed(manager.restore)
-        logits = compute_logits(model, text, device)
-        write(log, "restored", step=report.step, seconds=seconds, logits=digest(logits))
-        model.train()
+        logits = digest(compute_logits(model, text, device))
+        write(log, "restored", step=report.step, seconds=seconds, logits=logits)
         while progress.step < num_steps:
             for ids, tokens in loader:
                 loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
                 loss.backward()
-                grad_norm = clip_grad_norm_(model.parameters(), config["max_grad_norm"])
-                if args.kill_at == progress.step + 1:
+                norm = clip_grad_norm_(model.parameters(), config["max_grad_norm"])
+                if progress.step + 1 == args.kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 lr = scheduler.get_last_lr()[0]
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                progress.advance(samples=data["global_batch"], tokens=tokens.numel() * world_size)
-                losses, samples = gather(loss), gather(ids.to(device))
-                write(
-                    log,
-                    "step",
-                    step=progress.step,
-                    epoch=progress.epoch,
-                    loss=losses.mean().item(),
-                    grad_norm=grad_norm.full_tensor().item(),
-                    lr=lr,
-                    samples=samples.flatten().tolist(),
-                )
+                progress.advance(samples=len(ids) * num_ranks, tokens=tokens.numel() * num_ranks)
+
+                mean_loss = gather(loss.detach()).mean().item()
+                samples = gather(ids.to(device)).flatten().tolist()
+                norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # a DTensor
+                done = {"step": progress.step, "epoch": progress.epoch, "lr": lr}
+                write(log, "step", **done, loss=mean_loss, grad_norm=norm, samples=samples)
                 if progress.step % config["save_every"] == 0 or progress.step == num_steps:
-                    handle, seconds = timed(manager.save)
-                    write(log, "saved", step=progress.step, seconds=seconds, url=handle.wait().url)
+                    _, seconds = timed(manager.save)
+                    write(log, "saved", step=progress.step, seconds=seconds)
                 if progress.step == num_steps:
                     break
             else:
                 progress.next_epoch()
 
-    logits = compute_logits(model, text, device)
-    write(log, "ended", step=progress.step, logits=digest(logits))
-    if args.logits and rank == 0:
-        np.save(args.logits, logits)
+    final = compute_logits(model, text, device)
+    write(log, "ended", step=progress.step, logits=digest(final))
+    if args.logits and dist.get_rank() == 0:
+        np.save(args.logits, final)
 
 
-def build_model(options: dict[str, Any], device: torch.device) -> torch.nn.Module:
+def build_model(options: dict[str, Any], device: torch.device) -> LlamaForCausalLM:
     """Return the model sharded over all ranks, layer by layer."""
-    # Eager attention: the one that applies dropout the same way on every device.
-    config = LlamaConfig(**options, attn_implementation="eager", use_cache=False)
-    model = LlamaForCausalLM(config).to(device)
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(**options))
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -144,34 +133,36 @@ def build_optimizer(model: torch.nn.Module, options: dict[str, Any]) -> torch.op
     """Return AdamW that decays matrices and leaves vectors alone; call it on the sharded model."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, **options)
 
 
-def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_lr_ratio: float) -> float:
+def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:
     """Return the factor on the learning rate: up in a line, then down along half a cosine."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     done = min((step - warmup_steps) / max(num_steps - warmup_steps, 1), 1.0)
-    return min_lr_ratio + (1.0 - min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+    return min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def gather(value: torch.Tensor) -> torch.Tensor:
-    """Return every rank's ``value``, shape (world_size, *value.shape)."""
+    """Return every rank's ``value``, shape (num_ranks, *value.shape)."""
     values = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(values, value.detach())
+    dist.all_gather(values, value)
     return torch.stack(values)
 
 
 @torch.no_grad()
 def compute_logits(model: torch.nn.Module, text: StdlibText, device: torch.device) -> np.ndarray:
-    """Return the logits of the text's first tokens, float32, shape (seq_len, vocab_size).
+    """Return the logits of the text's first tokens, without dropout; the same on every rank.
 
-    Called by every rank, with the same result. Leaves the model in eval mode.
+    Called by every rank. float32, shape (seq_len, vocab_size).
     """
-    model.eval()
     tokens = text.tokens[: text.seq_len].long().to(device)
-    return model(input_ids=tokens[None]).logits[0].float().cpu().numpy()
+    model.eval()
+    logits: torch.Tensor = model(input_ids=tokens[None]).logits[0]
+    model.train()
+    return logits.float().cpu().numpy()
 
 
 def digest(array: np.ndarray) -> str:

@@ -45,7 +45,8 @@ def contents_of_items(plan: SavePlan, planner: SavePlanner) -> Contents:
         live = describe_tensor(tensor, name, 0, {})
         offsets = tuple(item.tensor_data.chunk.offsets)
         tensors[name, offsets] = live.local
-        chunks.append((name, live.dtype, tuple(item.tensor_data.size), Box(offsets, live.shape)))
+        if tensor.numel():
+            chunks.append((name, live.dtype, tuple(item.tensor_data.size), Box(offsets, live.shape)))
     return Contents(
         layout=ImageLayout.pack(chunks),
         paths=paths,

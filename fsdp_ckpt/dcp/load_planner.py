@@ -123,6 +123,8 @@ class ReshardLoadPlanner(LoadPlanner):
         self._rows = {row.name: row for row in manifest.tensors}
         saved_values = dict.fromkeys(path_name(path) for path in manifest.values)
         own = dict.fromkeys(path_name(path) for path in manifest.rank_local)
+        # A rank's own tensor may have another shape than the global one: it is handed over whole.
+        handed_over = own.keys() | {path_name(path) for path in manifest.varying}
         found = list(problems)
         for name in missing:
             self._judge_missing(name, found)
@@ -130,7 +132,8 @@ class ReshardLoadPlanner(LoadPlanner):
         for path, leaf in leaves.items():
             name = path_name(path)
             is_tensor = isinstance(leaf, torch.Tensor)
-            if name not in own and name not in (self._rows if is_tensor else saved_values):
+            known = self._rows if is_tensor else saved_values.keys() | handed_over
+            if name not in known and name not in own:
                 if name in self._rows or name in saved_values:
                     kinds = ("value", "tensor") if is_tensor else ("tensor", "value")
                     found.append(f"{name}: a {kinds[0]} in the checkpoint, a {kinds[1]} here")

@@ -31,6 +31,7 @@ from fsdp_ckpt.dcp.live import CODEC, torch_dtype
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError, NotFoundError, StorageError
+from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
@@ -46,11 +47,13 @@ class Fetched:
     Args:
         pieces: (item, where its bytes lie) per tensor item.
         values: (item, typed JSON) per value.
+        empty: (item, row) per tensor that is handed over whole and has no elements.
         images: The bytes.
     """
 
     pieces: list[tuple[ReadItem, Piece]]
     values: list[tuple[ReadItem, Json]]
+    empty: list[tuple[ReadItem, TensorRow]]
     images: SourceImages
 
 
@@ -169,6 +172,7 @@ class ShardedStorageReader(StorageReader):
         varying = frozenset(path_name(p) for p in checkpoint.manifest.varying)
         pieces: list[tuple[ReadItem, Piece]] = []
         values: list[tuple[ReadItem, Json]] = []
+        empty: list[tuple[ReadItem, TensorRow]] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.TENSOR:
@@ -177,10 +181,12 @@ class ShardedStorageReader(StorageReader):
                 values.append((item, own_values[name]))
             elif name in values_by_name:
                 values.append((item, values_by_name[name]))
+            elif (piece := self._whole_piece(name)) is not None:
+                pieces.append((item, piece))
             else:
-                pieces.append((item, self._own_piece(name)))
+                empty.append((item, checkpoint.rows[name]))
         images = checkpoint.read((piece for _, piece in pieces), self._num_threads)
-        return Fetched(pieces, values, images)
+        return Fetched(pieces, values, empty, images)
 
     def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
         """Copy what was fetched into the live state."""
@@ -193,6 +199,9 @@ class ShardedStorageReader(StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(source)
                 planner.commit_tensor(item, target)
+        for item, row in fetched.empty:
+            nothing = torch.empty(row.shape, dtype=torch_dtype(row.dtype))
+            _give_value(planner, item, nothing, None)
         for item, encoded in fetched.values:
             _give_value(planner, item, CODEC.decode(encoded), encoded)
 
@@ -225,17 +234,19 @@ class ShardedStorageReader(StorageReader):
             i = next(k for k in range(len(chunks)) if chunks.box(k).offsets == start)
         return checkpoint.piece(row, int(chunks.ranks[i]), chunks.box(i), region)
 
-    def _own_piece(self, name: str) -> Piece:
-        manifest = self.checkpoint.manifest
-        if not self._has_own(name):
-            raise MismatchError(
-                f"{name}: saved by each of {manifest.world_size} ranks for itself, {self._world_size} ranks "
-                "cannot share it out; leave it out of the state to load",
-                step=manifest.step,
-                key=name,
-            )
-        piece = self.checkpoint.own_piece(self._rank, name)
-        if piece is None:
+    def _whole_piece(self, name: str) -> Piece | None:
+        """Return the tensor that is this rank's own under ``name``, or the global one from which ranks vary.
+
+        ``None`` where the global one has no elements.
+        """
+        checkpoint, manifest = self.checkpoint, self.checkpoint.manifest
+        piece = checkpoint.own_piece(self._rank, name) if self._has_own(name) else None
+        if piece is not None:
+            return piece
+        if name in checkpoint.rows:
+            row = checkpoint.rows[name]
+            return next(iter(checkpoint.pieces(row, Box.whole(row.shape))), None)
+        if self._has_own(name):
             raise CorruptCheckpointError(
                 f"step {manifest.step}: the shard of rank {self._rank}, {manifest.files[self._rank].name}, "
                 f"lacks the rank's own {name}",
@@ -243,7 +254,12 @@ class ShardedStorageReader(StorageReader):
                 rank=self._rank,
                 key=name,
             )
-        return piece
+        raise MismatchError(
+            f"{name}: saved by each of {manifest.world_size} ranks for itself, {self._world_size} ranks "
+            "cannot share it out; leave it out of the state to load",
+            step=manifest.step,
+            key=name,
+        )
 
 
 def piece_tensor(images: SourceImages, piece: Piece) -> torch.Tensor:

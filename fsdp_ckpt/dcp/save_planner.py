@@ -123,7 +123,7 @@ class ShardSavePlanner(SavePlanner):
         chunks = [
             (row.name, row.dtype, row.shape, box)
             for row in agreement.tensors
-            if (box := self._box_to_write(row)) is not None
+            if (box := self._box_to_write(row)) is not None and box.num_elements
         ]
         for name in sorted(own & self._tensors.keys()):
             live = self._tensors[name]

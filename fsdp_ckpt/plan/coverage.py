@@ -19,18 +19,24 @@ def check_coverage(name: str, shape: tuple[int, ...], layout: Layout, replica: i
 
     Raises:
         CorruptCheckpointError: An element is missing, held twice, or outside the tensor.
+        UnencodableStateError: A strided shard that matches no axes of its mesh.
 
     Source: disjoint boxes inside the tensor cover it if and only if their volumes add up to its own.
     """
     if not 0 <= replica < layout.num_replicas:
         raise CorruptCheckpointError(f"{name}: replica {replica} of {layout.num_replicas}", key=name)
     if isinstance(layout, MeshLayout):
-        if any(p.dim is not None and p.dim >= len(shape) for p in layout.placements):
-            raise CorruptCheckpointError(f"{name}: a placement beyond its {len(shape)} dims", key=name)
+        for axis in layout.cut_order:
+            dim = layout.placements[axis].dim
+            if dim is not None and dim >= len(shape):
+                raise CorruptCheckpointError(
+                    f"{name}: a placement on dim {dim} of {len(shape)} dims", key=name
+                )
         return
     chunks = layout.chunks(shape, replica)
-    stops = chunks.offsets + chunks.sizes
-    if (chunks.offsets < 0).any() or (chunks.sizes < 0).any() or (stops > np.array(shape, np.int64)).any():
+    # offsets + sizes could overflow.
+    beyond = chunks.offsets > np.array(shape, np.int64) - chunks.sizes
+    if (chunks.offsets < 0).any() or (chunks.sizes < 0).any() or beyond.any():
         raise CorruptCheckpointError(f"{name}: a chunk lies outside shape {shape}", key=name)
     pair = _overlapping_pair(chunks)
     if pair is not None:

@@ -9,7 +9,6 @@ aligned to its own element size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -57,16 +56,14 @@ class ImageLayout:
 
     @classmethod
     def pack(cls, chunks: Iterable[tuple[str, str, tuple[int, ...], Box]]) -> ImageLayout:
-        """Lay out (name, dtype, shape, box) chunks; empty ones take no entry.
+        """Lay out (name, dtype, shape, box) chunks.
 
         Several chunks of one tensor get the keys ``name``, ``name#1``, ``name#2`` ...
         """
-        ordered = sorted(
-            (chunk for chunk in chunks if chunk[3].num_elements), key=lambda c: -itemsize(c[1])
-        )
+        ordered = sorted(chunks, key=lambda chunk: -itemsize(chunk[1]))
         names = {name for name, *_ in ordered}
         entries: list[Entry] = []
-        keys: set[str] = set()
+        keys = {"__metadata__"}  # not a tensor's key in a safetensors header
         byte_offset = 0
         for name, dtype, shape, box in ordered:
             key, copies = name, 0
@@ -85,7 +82,7 @@ class ImageLayout:
     @property
     def num_blocks(self) -> int:
         """Number of digests."""
-        return math.ceil(self.data_bytes / BLOCK_BYTES)
+        return -(-self.data_bytes // BLOCK_BYTES)
 
 
 def blocks_of(start: int, stop: int) -> range:

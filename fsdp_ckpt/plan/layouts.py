@@ -61,7 +61,7 @@ class Mesh:
     """An n-dimensional arrangement of ranks.
 
     Args:
-        shape: Ranks per axis.
+        shape: Ranks per axis, at least one axis.
         ranks: Global ranks in row-major order, ``prod(shape)`` of them, each once.
     """
 
@@ -69,7 +69,8 @@ class Mesh:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if math.prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+        whole = bool(self.shape) and math.prod(self.shape) == len(self.ranks)
+        if not whole or len(set(self.ranks)) != len(self.ranks):
             raise CorruptCheckpointError(f"mesh of shape {self.shape} with {len(self.ranks)} ranks")
 
     @classmethod
@@ -159,8 +160,12 @@ class MeshLayout:
         return ranks.transpose(*replicated, *sharded).reshape(self.num_replicas, -1)
 
     @cached_property
-    def _order(self) -> tuple[int, ...]:
-        """Mesh axes in the order in which they cut: a strided shard cuts after the axes it strides over."""
+    def cut_order(self) -> tuple[int, ...]:
+        """Sharding mesh axes in the order in which they cut: a strided shard after those it strides over.
+
+        Raises:
+            UnencodableStateError: A strided shard matches no axes of the mesh.
+        """
         order: list[int] = []
         for axis in reversed(range(len(self.placements))):
             placement = self.placements[axis]
@@ -183,7 +188,7 @@ class MeshLayout:
         """Cut ``shape`` for the ranks at ``columns``; return offsets and sizes, each (n, ndim)."""
         offsets = np.zeros((len(columns), len(shape)), np.int64)
         sizes = np.tile(np.array(shape, np.int64), (len(columns), 1))
-        for axis in self._order:
+        for axis in self.cut_order:
             dim = self.placements[axis].dim
             if dim is None or dim >= len(shape):
                 raise CorruptCheckpointError(f"placement on dim {dim} of a tensor of shape {shape}")

@@ -278,7 +278,8 @@ def _plan_part(
         plan.derived.append(name)
     live = flatten({"": part.state_dict()}, lambda v: isinstance(v, torch.Tensor))
     for path in paths:
-        offered = saved.tensors.get(path)
+        # Where ranks differ they may differ in shape: such a tensor comes as a value.
+        offered = None if path in saved.varying else saved.tensors.get(path)
         here = live.get(("", *path[len(prefix) :]))
         plan.leaves[path] = None if offered is None else _allocate(offered, here)
 

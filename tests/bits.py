@@ -1,0 +1,63 @@
+"""Comparing live objects to the bit."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def bits(value: Any) -> Any:
+    """Return plain data that is equal exactly where type, dtype, shape and every bit of ``value`` are."""
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        data = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+        return "tensor", str(value.dtype), tuple(value.shape), data.numpy().tobytes()
+    if isinstance(value, np.ndarray | np.generic):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, float):
+        return kind, struct.pack(">d", value)
+    if isinstance(value, Mapping):
+        return kind, [(bits(k), bits(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return kind, [bits(v) for v in value]
+    return kind, repr(value)
+
+
+def random_bits() -> Any:
+    """Return the states of the three global generators."""
+    numpy = np.random.get_state(legacy=False)
+    return bits((random.getstate(), numpy, torch.default_generator.get_state()))
+
+
+def live_bits(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **parts: Any
+) -> dict[str, Any]:
+    """Return all that a restore could change, by name: one entry per tensor, so that a difference shows.
+
+    Args:
+        model: Its buffers too, persistent or not.
+        optimizer: Over the model's parameters; its state and hyperparameters.
+        **parts: Anything with ``state_dict``.
+    """
+    found: dict[str, Any] = {"random": random_bits()}
+    names = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        names[id(tensor)] = name
+        found[f"model.{name}"] = bits(tensor)
+    if optimizer is not None:
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                found[f"optimizer.{names[id(parameter)]}.{key}"] = bits(value)
+        for i, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    found[f"group{i}.{key}"] = bits(value)
+    for name, part in parts.items():
+        found[name] = bits(part.state_dict())
+    return found
