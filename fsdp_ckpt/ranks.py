@@ -28,7 +28,8 @@ from fsdp_ckpt.errors import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
 __all__ = ["RankGroup"]
 
@@ -69,7 +70,9 @@ class RankGroup:
         number = _num_created[name] = _num_created.get(name, 0) + 1
         # The public API gives no handle on the store that init_process_group made.
         default: Store = dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore(f"fsdp_ckpt/{name}/{number}", default)
+        store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
+            f"fsdp_ckpt/{name}/{number}", default
+        )
         return cls(dist.get_rank(process_group), dist.get_world_size(process_group), store, timeout_s)
 
     @property

@@ -108,9 +108,9 @@ class Checkpoint:
         where = f"{self.store.url}/{file.name}"
         if file.data_offset > MAX_HEADER_BYTES:
             raise self._damaged(rank, f"a header of {file.data_offset} bytes")
-        region = bytearray(file.data_offset)
+        region = memoryview(bytearray(file.data_offset))
         with self._reading(rank):
-            self.store.read_into(file.name, 0, memoryview(region))
+            self.store.read_into(file.name, 0, region)
         if digest(region) != file.digest:
             raise self._damaged(rank, "the header's digest does not match")
         header = ShardHeader.from_bytes(bytes(region), where)

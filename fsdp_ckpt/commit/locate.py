@@ -1,8 +1,8 @@
 """From what a user names to one committed checkpoint.
 
-    a checkpoint's folder        that checkpoint, damaged or not
-    a run's root                 its newest whole checkpoint, and which newer ones were passed over
-    a run's root and a step      that checkpoint, damaged or not
+a checkpoint's folder        that checkpoint, damaged or not
+a run's root                 its newest whole checkpoint, and which newer ones were passed over
+a run's root and a step      that checkpoint, damaged or not
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def _check_size(checkpoint: Checkpoint, rank: int) -> None:
     try:
         found = checkpoint.store.size(file.name)
     except NotFoundError as e:
-        raise _damaged(checkpoint, rank, f"it is missing; it holds {checkpoint.holdings(rank)}") from e
+        raise _damaged(
+            checkpoint, rank, f"it is missing; it holds {checkpoint.holdings(rank)}"
+        ) from e
     if found != file.num_bytes:
         raise _damaged(
             checkpoint,
@@ -82,7 +84,9 @@ def _damaged_blocks(checkpoint: Checkpoint, rank: int, start: int) -> list[Corru
             more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
             where = f"bytes {file.data_offset + first} to {file.data_offset + last}"
             found.append(
-                _damaged(checkpoint, rank, f"{where} changed; they hold {', '.join(names[:3])}{more}")
+                _damaged(
+                    checkpoint, rank, f"{where} changed; they hold {', '.join(names[:3])}{more}"
+                )
             )
     return found
 

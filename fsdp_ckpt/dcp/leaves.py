@@ -31,7 +31,7 @@ def leaves_of(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Path, Any, bool]]
 
 
 def set_leaf(node: Any, path: Path, value: Any) -> Any:
-    """Put ``value`` at ``path`` below ``node``, in place; return the node, a new one where it is immutable."""
+    """Put ``value`` at ``path`` below ``node``, in place; return it, or a new one if immutable."""
     if isinstance(node, RankLocal):
         return RankLocal(set_leaf(node.value, path, value))
     if not path:

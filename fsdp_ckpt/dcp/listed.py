@@ -15,6 +15,7 @@ from fsdp_ckpt.dcp.live import CODEC, describe_tensor, dtype_name
 from fsdp_ckpt.errors import UnencodableStateError
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import ListIndex, Path
+from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.image import ImageLayout
 from fsdp_ckpt.plan.layouts import ListedLayout

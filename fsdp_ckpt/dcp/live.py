@@ -95,9 +95,9 @@ def describe_tensor(
         layout = layouts.get(sharding)
         if layout is None:
             layout = layouts[sharding] = _mesh_layout(tensor, name)
-        # to_local() on the detached tensor shares memory and builds no graph.
+        # Shares memory with the live tensor.
         return LiveTensor(
-            dtype, shape, layout, layout.box_of(shape, rank), _plain(tensor.detach().to_local(), name)
+            dtype, shape, layout, layout.box_of(shape, rank), _plain(tensor.to_local().detach(), name)
         )
     return LiveTensor(dtype, shape, None, Box.whole(shape), _plain(tensor.detach(), name))
 
@@ -122,7 +122,7 @@ def _mesh_layout(tensor: DTensor, name: str) -> MeshLayout:
         if isinstance(placement, Replicate):
             placements.append(Placement())
         elif isinstance(placement, _StridedShard):
-            placements.append(Placement(placement.dim % max(tensor.ndim, 1), placement.split_factor))
+            placements.append(Placement(placement.dim % max(tensor.ndim, 1), int(placement.split_factor)))
         elif isinstance(placement, Shard):
             placements.append(Placement(placement.dim % max(tensor.ndim, 1)))
         else:

@@ -226,7 +226,7 @@ def _tensor_item(path: Path, live: LiveTensor, is_own: bool, *, alone: bool) -> 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes, row-major."""
     host = tensor.detach().to("cpu").contiguous()
-    return digest(memoryview(host.reshape(-1).view(torch.uint8).numpy()))
+    return digest(host.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _tensor_write_item(entry: Entry) -> WriteItem:

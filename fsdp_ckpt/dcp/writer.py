@@ -212,7 +212,7 @@ class ShardedStorageWriter(StorageWriter):
             StorageError: ``use_collectives=False``: without all ranks' receipts nothing can be sealed.
         """
         if kwargs.get("use_collectives") is False:
-            raise StorageError("use_collectives=False cannot commit one checkpoint of all ranks; leave it out")
+            raise StorageError("use_collectives=False cannot commit one checkpoint of all ranks")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""

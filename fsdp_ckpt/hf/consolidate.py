@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +34,8 @@ __all__ = ["ConsolidateReport", "consolidate"]
 logger = logging.getLogger("fsdp_ckpt")
 
 WINDOW_BYTES = 256 * 1024 * 1024
-# A window's part of one source file starts and ends inside a 4 MiB block, which is read whole. From 16 MiB per
-# file on, what is read in vain stays below a quarter.
+# Where a window's part of a source file ends inside a 4 MiB block, the next window reads that block again:
+# with 16 MiB per file, at most a quarter more than the bytes needed.
 WINDOW_BYTES_PER_FILE = 16 * 1024 * 1024
 WRITE_BYTES = 32 * 1024 * 1024
 
@@ -123,13 +123,14 @@ def consolidate(
     store = _open(out_url, options)
     output = open_output(store, companions, overwrite=overwrite)
     check_source(checkpoint, num_threads)
-    window_bytes = window_bytes or max(WINDOW_BYTES, WINDOW_BYTES_PER_FILE * manifest.world_size)
-    buffer = memoryview(bytearray(min(window_bytes, max(file.data_bytes for file in files))))
+    buffer = _make_buffer(files, window_bytes, manifest.world_size)
     try:
         for file in files:
             writer = output.write(file.name, len(file.header()) + file.data_bytes)
             _write_file(checkpoint, file, writer, buffer, num_threads)
-            logger.info("wrote %s, %d bytes of tensors, for %s", file.name, file.data_bytes, store.url)
+            logger.info(
+                "wrote %s, %d bytes of tensors, for %s", file.name, file.data_bytes, store.url
+            )
         output.publish(index_of(files))
     except BaseException:
         output.discard()
@@ -154,6 +155,15 @@ def _open(url: str | os.PathLike[str], options: Mapping[str, Any]) -> Store:
     """Open a store; options are for the remote side of a run, whose other side may well be local."""
     is_local = not isinstance(url, str) or split_protocol(url)[0] in (None, "file", "local")
     return open_store(url) if is_local else open_store(url, **options)
+
+
+def _make_buffer(
+    files: Sequence[OutputFile], window_bytes: int | None, num_source_files: int
+) -> memoryview:
+    if window_bytes is None:
+        window_bytes = max(WINDOW_BYTES, WINDOW_BYTES_PER_FILE * num_source_files)
+    # Not below the widest element; not above what any file needs.
+    return memoryview(bytearray(min(max(window_bytes, 8), max(file.data_bytes for file in files))))
 
 
 def _write_file(

@@ -203,7 +203,8 @@ def _pack(file_name: str, rows: Iterable[TensorRow]) -> OutputFile:
             )
         if stored_form(row.dtype, row.shape) != (row.dtype, row.shape):
             raise UnencodableStateError(
-                f"{name}: safetensors has no dtype {row.dtype}; cast the tensor before it is saved", key=name
+                f"{name}: safetensors has no dtype {row.dtype}; cast the tensor before it is saved",
+                key=name,
             )
         tensors.append(OutputTensor(name=name, row=row, byte_offset=byte_offset))
         byte_offset += tensors[-1].num_bytes

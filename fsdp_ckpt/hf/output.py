@@ -72,7 +72,9 @@ def open_output(store: Store, companions: Mapping[str, bytes], *, overwrite: boo
 
 
 class _LocalFolder:
-    def __init__(self, store: LocalStore, companions: Mapping[str, bytes], *, overwrite: bool) -> None:
+    def __init__(
+        self, store: LocalStore, companions: Mapping[str, bytes], *, overwrite: bool
+    ) -> None:
         self._store = store
         self._companions = companions
         self._overwrite = overwrite
@@ -151,7 +153,8 @@ def _refuse_existing(store: Store, companions: Mapping[str, bytes]) -> None:
     for name, content in companions.items():
         if name in there and store.read(name) != content:
             raise AlreadyCommittedError(
-                f"{store.url}: another {name} is there already; choose another folder, or overwrite", key=name
+                f"{store.url}: another {name} is there already; choose another folder, or overwrite",
+                key=name,
             )
 
 
@@ -187,7 +190,8 @@ def read_companions(store: Store) -> dict[str, bytes]:
     ]
     if not names:
         raise NotFoundError(
-            f"{store.url}: no config.json or tokenizer files here ({', '.join(_COMPANIONS)}); name another folder"
+            f"{store.url}: no configuration or tokenizer files here ({', '.join(_COMPANIONS)}); name "
+            "another folder"
         )
     return {name: store.read(name) for name in names}
 

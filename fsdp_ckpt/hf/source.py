@@ -33,8 +33,8 @@ def model_rows(checkpoint: Checkpoint) -> tuple[TensorRow, ...]:
     own = [path_name(path) for path in manifest.rank_local if _is_of_model(path)]
     if own:
         raise MismatchError(
-            f"{checkpoint.store.url}: {own[0]} is each rank's own ({len(own)} such entries of the model); one "
-            "model cannot hold them",
+            f"{checkpoint.store.url}: {own[0]} is each rank's own ({len(own)} such entries of the model); "
+            "one model cannot hold them",
             step=manifest.step,
             key=own[0],
         )

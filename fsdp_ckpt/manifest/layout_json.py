@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fsdp_ckpt.errors import CorruptCheckpointError
+from fsdp_ckpt.manifest.fields import count, counts
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
@@ -48,41 +50,37 @@ def _mesh_to_json(mesh: Mesh) -> Json:
     return {"shape": list(mesh.shape), "ranks": list(mesh.ranks)}
 
 
-def layouts_from_json(meshes: Json, layouts: Json) -> list[Layout]:
+def layouts_from_json(meshes: Json, layouts: Json, max_ranks: int = 2**24) -> list[Layout]:
     """Build the layouts that :class:`LayoutTable` wrote.
+
+    Args:
+        meshes: Field ``meshes``.
+        layouts: Field ``layouts``.
+        max_ranks: Ranks of the largest mesh there can be; a shape alone could ask for any memory.
 
     Raises:
         CorruptCheckpointError: Not of the schema. Also ``KeyError``, ``TypeError``, ``ValueError`` and
             ``IndexError``, which the manifest's reader maps.
     """
-    built = [_mesh_from_json(mesh) for mesh in meshes]
+    built = [_mesh_from_json(mesh, max_ranks) for mesh in meshes]
     return [_layout_from_json(layout, built) for layout in layouts]
 
 
-def _mesh_from_json(encoded: Any) -> Mesh:
-    shape = _counts(encoded["shape"])
-    num_ranks = 1
-    for n in shape:
-        num_ranks *= n
-    if not 0 < num_ranks <= 2**24:
-        raise CorruptCheckpointError(f"mesh of shape {shape}")
-    return Mesh(shape, _counts(encoded["ranks"]) if "ranks" in encoded else tuple(range(num_ranks)))
+def _mesh_from_json(encoded: Any, max_ranks: int) -> Mesh:
+    shape = counts(encoded["shape"])
+    num_ranks = math.prod(shape)
+    if not 0 < num_ranks <= max_ranks:
+        raise CorruptCheckpointError(f"mesh of shape {shape} for at most {max_ranks} ranks")
+    return Mesh(shape, counts(encoded["ranks"]) if "ranks" in encoded else tuple(range(num_ranks)))
 
 
 def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:
     if "chunks" in encoded:
         return ListedLayout(
             tuple(
-                (_counts([rank])[0], Box(_counts(offsets), _counts(sizes)))
+                (count(rank), Box(counts(offsets), counts(sizes)))
                 for rank, offsets, sizes in encoded["chunks"]
             )
         )
-    (mesh,) = _counts([encoded["mesh"]])
-    return MeshLayout(meshes[mesh], tuple(Placement.parse(text) for text in encoded["placements"]))
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    for value in values:
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise CorruptCheckpointError(f"{str(value)[:40]} where a count is due")
-    return tuple(values)
+    placements = tuple(Placement.parse(text) for text in encoded["placements"])
+    return MeshLayout(meshes[count(encoded["mesh"])], placements)

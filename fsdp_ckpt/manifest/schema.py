@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
+from fsdp_ckpt.manifest.fields import count, counts, text
 from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
 from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.coverage import check_coverage
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import Chunks, Layout
+from fsdp_ckpt.plan.layouts import Chunks, Layout, MeshLayout
 
 __all__ = ["FORMAT_VERSION", "FileRow", "Manifest", "TensorRow", "shard_name"]
 
@@ -175,30 +176,31 @@ class Manifest:
 
     @classmethod
     def _from_document(cls, document: Mapping[str, Json]) -> Manifest:
-        layouts = layouts_from_json(document["meshes"], document["layouts"])
+        num_files = len(document["files"])
+        layouts = layouts_from_json(document["meshes"], document["layouts"], max_ranks=num_files)
         manifest = cls(
-            step=_count(document["step"]),
-            attempt=_text(document["attempt"]),
-            generation=_count(document["generation"]),
-            world_size=_count(document["world_size"]),
-            created=_text(document["created"]),
-            library=_text(document["library"]),
+            step=count(document["step"]),
+            attempt=text(document["attempt"]),
+            generation=count(document["generation"]),
+            world_size=count(document["world_size"]),
+            created=text(document["created"]),
+            library=text(document["library"]),
             tensors=tuple(
                 TensorRow(
                     path=path_from_json(path),
-                    dtype=_text(dtype),
-                    shape=tuple(_count(n) for n in shape),
-                    layout=layouts[_count(layout)],
-                    replica=_count(replica),
+                    dtype=text(dtype),
+                    shape=counts(shape),
+                    layout=layouts[count(layout)],
+                    replica=count(replica),
                 )
                 for path, dtype, shape, layout, replica in document["tensors"]
             ),
             files=tuple(
                 FileRow(
-                    name=_text(name),
-                    num_bytes=_count(num_bytes),
-                    data_offset=_count(data_offset),
-                    digest=_text(digest),
+                    name=text(name),
+                    num_bytes=count(num_bytes),
+                    data_offset=count(data_offset),
+                    digest=text(digest),
                 )
                 for name, num_bytes, data_offset, digest in document["files"]
             ),
@@ -206,6 +208,8 @@ class Manifest:
             rank_local=tuple(path_from_json(path) for path in document["rank_local"]),
             varying=tuple(path_from_json(path) for path in document["varying"]),
         )
+        if len(manifest.values) != len(document["values"]):
+            raise CorruptCheckpointError("two values have the same name")
         manifest.check()
         return manifest
 
@@ -225,9 +229,18 @@ class Manifest:
         names = [path_name(p) for p in (*self.values, *self.rank_local, *(t.path for t in self.tensors))]
         if len(set(names)) != len(names):
             raise CorruptCheckpointError("two entries have the same name")
+        for layout in {row.layout for row in self.tensors}:
+            if max(_ranks_of(layout), default=0) >= self.world_size:
+                raise CorruptCheckpointError(f"a layout of ranks beyond the {self.world_size} there are")
         for row in self.tensors:
             itemsize(row.dtype)
             check_coverage(row.name, row.shape, row.layout, row.replica)
+
+
+def _ranks_of(layout: Layout) -> Iterable[int]:
+    if isinstance(layout, MeshLayout):
+        return layout.mesh.ranks
+    return (rank for rank, _ in layout.listed)
 
 
 def _check_version(version: Any, where: str) -> None:
@@ -239,15 +252,3 @@ def _check_version(version: Any, where: str) -> None:
             "fsdp_ckpt reads; upgrade it",
             key=where,
         )
-
-
-def _count(value: Json) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise CorruptCheckpointError(f"{str(value)[:40]} where a count is due")
-    return value
-
-
-def _text(value: Json) -> str:
-    if type(value) is not str:
-        raise CorruptCheckpointError(f"{str(value)[:40]} where a text is due")
-    return value

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
+from fsdp_ckpt.manifest.fields import count, counts, text
 from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
@@ -86,16 +87,16 @@ class ShardHeader:
                 "shape": list(shape),
                 "data_offsets": [entry.byte_offset, stop],
             }
-        text = _dumps(header).encode()
-        padding = -(8 + len(text)) % PAGE_BYTES
-        size = len(text) + padding
+        encoded = _dumps(header).encode()
+        padding = -(8 + len(encoded)) % PAGE_BYTES
+        size = len(encoded) + padding
         if size > MAX_HEADER_BYTES:
             raise CheckpointError(
                 f"rank {self.rank}: the shard's header would take {size} bytes, more than the "
                 f"{MAX_HEADER_BYTES} that safetensors allows; save large values as tensors",
                 rank=self.rank,
             )
-        return size.to_bytes(8, "little") + text + b" " * padding
+        return size.to_bytes(8, "little") + encoded + b" " * padding
 
     def _entry_to_json(self, entry: Entry) -> list[Json]:
         row = [path_to_json(self.paths[entry.name]), entry.dtype, list(entry.shape)]
@@ -110,12 +111,14 @@ class ShardHeader:
             CorruptCheckpointError: Not a shard file of fsdp_ckpt, or inconsistent.
         """
         try:
+            if int.from_bytes(region[:8], "little") != len(region) - 8:
+                raise CorruptCheckpointError("the length field does not match")
             header = json.loads(region[8:])
             about = json.loads(header["__metadata__"]["fsdp_ckpt"])
             return cls._from_json(header, about)
-        except (
-            CheckpointError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError,
-        ) as e:  # fmt: skip
+        except CheckpointError as e:
+            raise CorruptCheckpointError(f"{where}: malformed shard header ({e})", key=where) from e
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
             raise CorruptCheckpointError(
                 f"{where}: malformed shard header ({type(e).__name__}: {e})", key=where
             ) from e
@@ -127,33 +130,34 @@ class ShardHeader:
         own: set[str] = set()
         for key, (encoded, dtype, shape, offsets, *flags) in about["entries"].items():
             path = path_from_json(encoded)
-            start, stop = header[key]["data_offsets"]
-            sizes = tuple(header[key]["shape"])
-            if stored_form(dtype, ()) != (dtype, ()):
-                sizes = sizes[:-1]
+            start, stop = counts(header[key]["data_offsets"])
             entry = Entry(
                 key=key,
                 name=path_name(path),
-                dtype=dtype,
-                shape=tuple(shape),
-                box=Box(tuple(offsets), sizes),
+                dtype=text(dtype),
+                shape=counts(shape),
+                box=Box(counts(offsets), _sizes(header[key], dtype)),
                 byte_offset=start,
             )
-            if start < 0 or stop - start != entry.num_bytes:
+            if not len(entry.box.offsets) == len(entry.box.sizes) == len(entry.shape):
+                raise CorruptCheckpointError(f"{key}: a chunk of other dims than its tensor")
+            if stop - start != entry.num_bytes:
                 raise CorruptCheckpointError(f"{key}: {stop - start} bytes, {entry.num_bytes} expected")
             entries.append(entry)
             paths[entry.name] = path
             if "own" in flags:
                 own.add(entry.name)
-        data_bytes = max((e.byte_offset + e.num_bytes for e in entries), default=0)
-        if sum(e.num_bytes for e in entries) != data_bytes:
-            raise CorruptCheckpointError("the entries overlap or leave gaps")
+        data_bytes = 0
+        for entry in sorted(entries, key=lambda e: (e.byte_offset, e.num_bytes)):
+            if entry.byte_offset != data_bytes:
+                raise CorruptCheckpointError(f"{entry.key}: overlaps another entry, or leaves a gap")
+            data_bytes += entry.num_bytes
         layout = ImageLayout(tuple(entries), data_bytes)
         return cls(
-            step=about["step"],
-            attempt=about["attempt"],
-            rank=about["rank"],
-            world_size=about["world_size"],
+            step=count(about["step"]),
+            attempt=text(about["attempt"]),
+            rank=count(about["rank"]),
+            world_size=count(about["world_size"]),
             layout=layout,
             paths=paths,
             own=frozenset(own),
@@ -163,10 +167,19 @@ class ShardHeader:
         )
 
 
+def _sizes(stored: Mapping[str, Any], dtype: str) -> tuple[int, ...]:
+    """Return the sizes of a chunk from how it stands in the safetensors header."""
+    shape = counts(stored["shape"])
+    sizes = shape if stored_form(dtype, ()) == (dtype, ()) else shape[:-1]
+    if stored_form(dtype, sizes) != (stored["dtype"], shape):
+        raise CorruptCheckpointError(f"{stored['dtype']} {list(shape)} for a chunk of {dtype}")
+    return sizes
+
+
 def _digests_from_json(encoded: Mapping[str, Any], num_blocks: int) -> tuple[str, ...]:
     if encoded["algorithm"] != DIGEST_ALGORITHM or encoded["block_bytes"] != BLOCK_BYTES:
         raise CorruptCheckpointError(f"digests by {encoded['algorithm']} of {encoded['block_bytes']} bytes")
-    blocks = encoded["blocks"]
+    blocks = text(encoded["blocks"])
     if len(blocks) != num_blocks * DIGEST_HEX:
         raise CorruptCheckpointError(f"{len(blocks) // DIGEST_HEX} digests for {num_blocks} blocks")
     return tuple(blocks[i : i + DIGEST_HEX] for i in range(0, len(blocks), DIGEST_HEX))

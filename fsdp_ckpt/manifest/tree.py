@@ -57,8 +57,8 @@ def flatten(state: Mapping[Any, Any], is_target: Callable[[Any], bool]) -> dict[
         Path → leaf, in the order of ``state``.
 
     Raises:
-        UnencodableStateError: Two leaves have the same name, a container contains itself, or a dict has
-            a key that is neither ``str`` nor ``int`` above something to look for.
+        UnencodableStateError: Two leaves have the same name, a container contains itself, or a key of the
+            state, or of a dict above something to look for, is neither ``str`` nor ``int``.
     """
     leaves: dict[Path, Any] = {}
 
@@ -74,7 +74,12 @@ def flatten(state: Mapping[Any, Any], is_target: Callable[[Any], bool]) -> dict[
         for part, child in children:
             visit((*path, part), child)
 
-    for part, child in _children(state, (), is_target) or ():
+    # The root is taken apart whatever it holds: it has no path to be a leaf under.
+    for part, child in state.items():
+        if type(part) not in (str, int):
+            raise UnencodableStateError(
+                f"the key {part!r} of the state must be a str or an int", key=str(part)
+            )
         visit((part,), child)
     _refuse_equal_names(leaves)
     return leaves
@@ -85,31 +90,29 @@ def _children(
 ) -> Iterable[tuple[Any, Any]] | None:
     """Return (path element, child) pairs, or ``None`` where ``value`` is a leaf."""
     if isinstance(value, Mapping) and value:
-        if all(type(k) in (str, int) for k in value) and (
-            type(value) is dict or _holds(value, is_target, len(path))
-        ):
+        bad = [key for key in value if type(key) not in (str, int)]
+        if not bad and (type(value) is dict or _holds(value, is_target)):
             return value.items()
-        if _holds(value, is_target, len(path)):
-            bad = next(k for k in value if type(k) not in (str, int))
+        if bad and _holds(value, is_target):
             raise UnencodableStateError(
-                f"{path_name(path)}: the dict key {bad!r} above a tensor must be a str or an int",
+                f"{path_name(path)}: the dict key {bad[0]!r} above a tensor must be a str or an int",
                 key=path_name(path),
             )
-    if type(value) is list and _holds(value, is_target, len(path)):
+    if type(value) is list and _holds(value, is_target):
         return ((ListIndex(i), child) for i, child in enumerate(value))
-    if type(value) is tuple and _holds(value, is_target, len(path)):
+    if type(value) is tuple and _holds(value, is_target):
         return ((TupleIndex(i), child) for i, child in enumerate(value))
     return None
 
 
-def _holds(value: Any, is_target: Callable[[Any], bool], depth: int) -> bool:
+def _holds(value: Any, is_target: Callable[[Any], bool], above: tuple[int, ...] = ()) -> bool:
+    """Whether ``value`` is, or contains at any depth, something to look for."""
     if is_target(value):
         return True
-    if depth > MAX_DEPTH:
-        return False  # flatten() refuses such a depth by name
-    if isinstance(value, Mapping):
-        return any(_holds(v, is_target, depth + 1) for v in value.values())
-    return isinstance(value, list | tuple) and any(_holds(v, is_target, depth + 1) for v in value)
+    if not isinstance(value, Mapping | list | tuple) or id(value) in above or len(above) > MAX_DEPTH:
+        return False  # a cycle, or a depth that flatten() or the encoder refuses by name
+    children = value.values() if isinstance(value, Mapping) else value
+    return any(_holds(child, is_target, (*above, id(value))) for child in children)
 
 
 def _refuse_equal_names(leaves: Mapping[Path, Any]) -> None:
@@ -130,31 +133,42 @@ def unflatten(leaves: Iterable[tuple[Path, Any]]) -> dict[Any, Any]:
     Raises:
         CorruptCheckpointError: The paths contradict each other.
     """
-    root: dict[Any, Any] = {}
-    sequences: list[tuple[Any, Any, dict[int, Any], type]] = []
+    root = _Node(dict)
     for path, leaf in leaves:
-        node = root
+        node: Any = root
         for part, following in zip(path, (*path[1:], None), strict=True):
+            if node.kind is not _KINDS.get(type(part), dict):
+                raise CorruptCheckpointError(f"{path_name(path)}: below two kinds of containers")
             if following is None:
-                if part in node:
+                if part in node.children:
                     raise CorruptCheckpointError(f"{path_name(path)}: listed twice")
-                node[part] = leaf
+                node.children[part] = leaf
                 break
-            kind = {ListIndex: list, TupleIndex: tuple}.get(type(following), dict)
-            child = node.get(part)
-            if child is None:
-                child = node[part] = {}
-                if kind is not dict:
-                    sequences.append((node, part, child, kind))
-            if not isinstance(child, dict):
+            kind = _KINDS.get(type(following), dict)
+            node = node.children.setdefault(part, _Node(kind))
+            if type(node) is not _Node:
                 raise CorruptCheckpointError(f"{path_name(path)}: below a value")
-            node = child
-    # Innermost first, since an outer tuple can only be built from finished children.
-    for node, part, child, kind in reversed(sequences):
-        if sorted(child) != list(range(len(child))):
-            raise CorruptCheckpointError(f"{part}: a {kind.__name__} with missing positions")
-        node[part] = kind(child[i] for i in range(len(child)))
-    return root
+    built: dict[Any, Any] = root.build("")
+    return built
+
+
+class _Node:
+    """A container whose children are still coming in."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+        self.children: dict[Any, Any] = {}
+
+    def build(self, name: Any) -> Any:
+        built = {k: v.build(k) if type(v) is _Node else v for k, v in self.children.items()}
+        if self.kind is dict:
+            return built
+        if sorted(built) != list(range(len(built))):
+            raise CorruptCheckpointError(f"{name}: a {self.kind.__name__} with missing positions")
+        return self.kind(built[i] for i in range(len(built)))
+
+
+_KINDS: dict[type, type] = {ListIndex: list, TupleIndex: tuple}
 
 
 def path_to_json(path: Path) -> list[Json]:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import base64
 import collections
 import enum
+import json
 import math
+import re
 import struct
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,9 @@ __all__ = ["Codec", "Extension", "Json"]
 Json = Any  # JSON has no useful static type: nested dict, list, str, int, float, bool, None.
 
 MAX_DEPTH = 100
+# Ints of 4300 decimal digits and more are what Python refuses to print and to parse.
+MAX_PLAIN_INT_BITS = 4096
+_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9]\d{0,8}(\[\d{0,9}[a-zA-Z]{1,7}\])?", re.ASCII)
 _FACTORIES: dict[str, Any] = {
     cls.__name__: cls for cls in (int, float, str, bool, list, dict, set, tuple)
 }
@@ -75,8 +80,11 @@ class Codec:
                 f"{key}: nested deeper than {MAX_DEPTH} levels, or containing itself", key=key
             )
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str):
             return value
+        if kind is int:
+            plain = value.bit_length() <= MAX_PLAIN_INT_BITS
+            return value if plain else {"$": "int", "v": hex(value)}
         for extension in self._extensions.values():
             if extension.matches(value):
                 return {"$": extension.tag, **extension.encode(value, key)}
@@ -90,7 +98,7 @@ class Codec:
         if kind is float:
             return value if math.isfinite(value) else _encode_float(value)
         if isinstance(value, enum.Enum):
-            return {"$": "enum", "type": f"{kind.__module__}:{kind.__qualname__}", "v": value.name}
+            return {"$": "enum", **_encode_enum(value, key)}
         if isinstance(value, np.generic):
             return {"$": "scalar", **_encode_array(np.asarray(value), key)}
         if kind is np.ndarray:
@@ -125,7 +133,9 @@ class Codec:
         """
         try:
             return self._decode(encoded, 0)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as e:
+        except (
+            AttributeError, KeyError, OverflowError, RuntimeError, TypeError, ValueError, struct.error,
+        ) as e:  # fmt: skip
             if isinstance(e, CorruptCheckpointError):
                 raise
             raise CorruptCheckpointError(f"malformed typed JSON: {type(e).__name__}: {e}") from e
@@ -155,7 +165,8 @@ def _encode_float(value: float) -> Json:
 
 
 def _encode_array(array: np.ndarray, key: str) -> dict[str, Json]:
-    if array.dtype.hasobject or array.dtype.fields is not None:
+    # Dtypes of other libraries call themselves raw bytes, and would come back as those.
+    if _DTYPE.fullmatch(array.dtype.str) is None or np.dtype(array.dtype.str) != array.dtype:
         raise UnencodableStateError(
             f"{key}: a numpy array of dtype {array.dtype} cannot be saved; use a plain dtype", key=key
         )
@@ -164,11 +175,12 @@ def _encode_array(array: np.ndarray, key: str) -> dict[str, Json]:
 
 
 def _decode_array(fields: Mapping[str, Json]) -> np.ndarray:
-    dtype = np.dtype(_typed(fields["dtype"], str))
-    if dtype.hasobject:
-        raise CorruptCheckpointError("object array in typed JSON")
-    data = base64.b64decode(fields["v"], validate=True)
-    return np.frombuffer(bytearray(data), dtype=dtype).reshape([_typed(n, int) for n in fields["shape"]])
+    # numpy evaluates what stands in some dtype strings.
+    if _DTYPE.fullmatch(_typed(fields["dtype"], str)) is None:
+        raise CorruptCheckpointError(f"dtype {fields['dtype'][:40]!r} in typed JSON")
+    data = bytearray(base64.b64decode(fields["v"], validate=True))
+    shape = [_typed(n, int) for n in fields["shape"]]
+    return np.frombuffer(data, dtype=np.dtype(fields["dtype"])).reshape(shape)
 
 
 def _typed(value: Json, kind: type) -> Any:
@@ -179,17 +191,33 @@ def _typed(value: Json, kind: type) -> Any:
     return value
 
 
+def _encode_enum(value: enum.Enum, key: str) -> dict[str, Json]:
+    kind = type(value)
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    # A class inside a function cannot be found again; flags that are combined have no name.
+    if _find_enum(name) is not kind or value.name not in kind.__members__:
+        raise UnencodableStateError(
+            f"{key}: {value!r} is no member of an enum at the top level of a module; save its value", key=key
+        )
+    return {"type": name, "v": value.name}
+
+
 def _decode_enum(fields: Mapping[str, Json]) -> enum.Enum:
-    # Only a class that the program has already imported: data never causes an import.
-    module_name, _, qualname = _typed(fields["type"], str).partition(":")
-    target: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        target = vars(target).get(part) if target is not None else None
-    if not (isinstance(target, type) and issubclass(target, enum.Enum)):
+    kind = _find_enum(_typed(fields["type"], str))
+    if kind is None:
         raise CorruptCheckpointError(
             f"enum {fields['type']} is not defined in this program; import it before loading"
         )
-    return target.__members__[fields["v"]]
+    return kind.__members__[fields["v"]]
+
+
+def _find_enum(name: str) -> type[enum.Enum] | None:
+    # Only a class that the program has already imported: data never causes an import.
+    module_name, _, qualname = name.partition(":")
+    target: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        target = vars(target).get(part) if target is not None else None
+    return target if isinstance(target, type) and issubclass(target, enum.Enum) else None
 
 
 def _decode_pairs(codec: Codec, fields: Mapping[str, Json], depth: int) -> list[tuple[Any, Any]]:
@@ -221,6 +249,11 @@ def _items(codec: Codec, value: Iterable[Any], key: str, depth: int) -> dict[str
     return {"v": codec._encode_items(value, key, depth)}
 
 
+def _unordered(codec: Codec, value: Iterable[Any], key: str, depth: int) -> dict[str, Json]:
+    # Sorted: the order of a set of strs differs between processes, and equal values must look equal.
+    return {"v": sorted(codec._encode_items(value, key, depth), key=json.dumps)}
+
+
 def _bytes(codec: Codec, value: bytes | bytearray, key: str, depth: int) -> dict[str, Json]:
     return {"v": base64.b64encode(value).decode()}
 
@@ -236,8 +269,8 @@ def _range(codec: Codec, value: range, key: str, depth: int) -> dict[str, Json]:
 _Encoder = Callable[[Codec, Any, str, int], dict[str, Json]]
 _ENCODERS: dict[type, _Encoder] = {
     tuple: _items,
-    set: _items,
-    frozenset: _items,
+    set: _unordered,
+    frozenset: _unordered,
     collections.deque: _encode_deque,
     bytes: _bytes,
     bytearray: _bytes,
@@ -263,6 +296,7 @@ _DECODERS: dict[str, _Decoder] = {
     "bytearray": lambda c, f, d: bytearray(base64.b64decode(f["v"], validate=True)),
     "complex": lambda c, f, d: complex(*struct.unpack(">dd", bytes.fromhex(f["v"]))),
     "float": lambda c, f, d: struct.unpack(">d", bytes.fromhex(f["v"]))[0],
+    "int": lambda c, f, d: int(_typed(f["v"], str), 16),
     "range": lambda c, f, d: range(*(_typed(n, int) for n in f["v"])),
     "dict": lambda c, f, d: dict(_decode_pairs(c, f, d)),
     "OrderedDict": lambda c, f, d: collections.OrderedDict(_decode_pairs(c, f, d)),

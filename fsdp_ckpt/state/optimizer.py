@@ -39,8 +39,8 @@ def named_parameters_of(
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise MismatchError(
-                    f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not the "
-                    "model's; build the optimizer after wrapping the model, from model.parameters()"
+                    f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not "
+                    "the model's; build the optimizer after wrapping the model, from model.parameters()"
                 )
         groups.append([(names[id(p)], p) for p in group["params"]])
     return groups

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Placement
 
-from fsdp_ckpt.manifest.tree import Path, path_name, unflatten
+from fsdp_ckpt.manifest.tree import Path, unflatten
 
 __all__ = ["RestorePlan", "SavedState", "SavedTensor", "subtree"]
 
@@ -83,6 +83,6 @@ class RestorePlan:
 def subtree(leaves: Mapping[Path, Any], *prefix: str) -> Any:
     """Rebuild the part of a state below ``prefix``: nested containers, or the one value that stands there."""
     inside = {path: leaf for path, leaf in leaves.items() if path[: len(prefix)] == prefix}
-    return unflatten((("",) + path[len(prefix) :], leaf) for path, leaf in inside.items()).get("")
+    return unflatten((("", *path[len(prefix) :]), leaf) for path, leaf in inside.items()).get("")
 
 

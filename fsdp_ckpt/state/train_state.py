@@ -79,6 +79,7 @@ class TrainState:
         self.progress = progress or Progress()
         self.generators = dict(generators or {})
         self._parts: dict[tuple[str, ...], Stateful] = {}
+        parts: dict[tuple[str, ...], Stateful | None]
         parts = {("lr_scheduler",): lr_scheduler, ("progress",): self.progress, ("data",): data}
         parts.update({("extra", name): part for name, part in (extra or {}).items()})
         for prefix, part in parts.items():

@@ -10,8 +10,15 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import fsspec
+from fsspec.spec import AbstractBufferedFile
 
-from fsdp_ckpt.errors import AlreadyCommittedError, CheckpointError, NotFoundError, StorageError
+from fsdp_ckpt.errors import (
+    AlreadyCommittedError,
+    CheckpointError,
+    NotFoundError,
+    StorageError,
+    describe,
+)
 
 __all__ = ["FsspecStore"]
 
@@ -25,7 +32,7 @@ class FsspecStore:
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url = url if url.endswith("://") else url.rstrip("/")
         self._options = dict(storage_options or {})
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
@@ -44,8 +51,7 @@ class FsspecStore:
         path = self._path(key)
         with self._mapped(key):
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-            if self._fs.exists(path):
-                raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
+            self._refuse_existing(key)
             return FsspecWriter(self, key, self._fs.open(path, "wb"))
 
     def create(self, key: str, data: bytes) -> None:
@@ -53,10 +59,14 @@ class FsspecStore:
         path = self._path(key)
         with self._mapped(key):
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-            self._fs.invalidate_cache(self._fs._parent(path))
-            if self._fs.exists(path):
-                raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
-            self._fs.pipe_file(path, data)
+            self._refuse_existing(key)
+            self._fs.pipe_file(path, data, mode="create")
+
+    def _refuse_existing(self, key: str) -> None:
+        # Not fs.exists(), which takes every error for absence.
+        with suppress(NotFoundError):
+            self.size(key)
+            raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
 
     def read(self, key: str) -> bytes:
         """Return the whole object."""
@@ -98,7 +108,11 @@ class FsspecStore:
                 found = self._fs.ls(self._root, detail=True)
         except NotFoundError:
             return []
-        return [(info["name"].rstrip("/").rpartition("/")[2], info) for info in found]
+        if any(info["name"] == self._root for info in found):
+            raise StorageError(f"{self.url}: an object, not a folder", key=self.url)
+        listed = [(str(info["name"]).rstrip("/"), info) for info in found]
+        # Object stores list a folder's marker, which ends with a slash, in the folder itself.
+        return [(name.rpartition("/")[2], info) for name, info in listed if name != self._root]
 
     def delete(self, key: str) -> None:
         """Remove one object."""
@@ -117,8 +131,8 @@ class FsspecStore:
             raise NotFoundError(f"{where}: not found", key=key) from e
         except FileExistsError as e:
             raise AlreadyCommittedError(f"{where}: exists already", key=key) from e
-        except OSError as e:
-            raise StorageError(f"{where}: {e}", key=key) from e
+        except Exception as e:  # filesystems let errors of their own client libraries through
+            raise StorageError(f"{where}: {describe(e)}", key=key) from e
 
 
 class FsspecWriter:
@@ -146,7 +160,12 @@ class FsspecWriter:
             self._file.close()
 
     def abort(self) -> None:
-        """Drop the object; closing it would publish it."""
-        if hasattr(self._file, "discard"):
-            self._file.discard()
+        """Drop the object."""
+        with self._store._mapped(self._key):
+            if isinstance(self._file, AbstractBufferedFile):
+                # Closing it would publish it, and so would its finaliser.
+                self._file.discard()
+                self._file.closed = True
+            else:
+                self._file.close()
         self._store.delete(self._key)

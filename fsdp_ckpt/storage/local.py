@@ -6,6 +6,7 @@ Durable means: the file is fsynced, then its directory, and every directory that
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class LocalStore:
         return os.path.join(self.url, *key.split("/"))
 
     def write(self, key: str, num_bytes: int) -> LocalWriter:
-        """Start a new file. It stands under its final name, in a folder that no one reads before it is whole."""
+        """Start a new file, under its final name: no one reads its folder before it is whole."""
         path = self._path(key)
         with mapped_os_errors(path):
             _make_dirs(os.path.dirname(path))
@@ -90,7 +91,13 @@ class LocalStore:
 
     def list_files(self) -> dict[str, int]:
         """Return name → bytes of the files."""
-        return {entry.name: entry.stat().st_size for entry in self._scan() if entry.is_file()}
+        sizes: dict[str, int] = {}
+        for entry in self._scan():
+            # What vanishes meanwhile, such as a rival's temporary file, is not there.
+            with suppress(NotFoundError), mapped_os_errors(entry.path):
+                if entry.is_file():
+                    sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def _scan(self) -> list[os.DirEntry[str]]:
         try:
@@ -174,22 +181,25 @@ def _link(temporary: str, path: str) -> None:
     try:
         os.link(temporary, path)
     except OSError as e:
-        # Some mounts (FUSE, vfat, CIFS) know no hard links. A claim file decides between rivals; it is
-        # left behind only where the process dies inside these lines, and then names no checkpoint.
+        # Some mounts (FUSE, vfat, CIFS) have no hard links.
         if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
             raise
         _rename_exclusively(temporary, path)
 
 
 def _rename_exclusively(temporary: str, path: str) -> None:
+    """Give ``temporary`` its final name, under a lock that rivals take too."""
     claim = f"{path}.claim"
     fd = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        # The lock dies with its holder, so a crash between here and the rename blocks no one.
-        os.lockf(fd, os.F_LOCK, 0)
+        # The lock dies with its holder, so a crash between here and the rename blocks no one. flock, since
+        # lockf would not keep two threads of one process apart.
+        fcntl.flock(fd, fcntl.LOCK_EX)
         if os.path.exists(path):
             raise FileExistsError(errno.EEXIST, "exists already", path)
         os.rename(temporary, path)
+        # Only now: whoever takes the lock of a new claim file finds the name taken.
+        os.unlink(claim)
     finally:
         os.close(fd)
 

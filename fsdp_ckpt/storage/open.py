@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from fsspec.core import split_protocol
@@ -13,6 +14,8 @@ from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["open_store"]
+
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
@@ -29,10 +32,9 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise StorageError(f"{url!r} is not a path or URL")
+    if _BROKEN_URL.match(text):
+        raise StorageError(f"{text!r} is a URL that went through pathlib; pass it as a str")
     if not isinstance(url, str):
-        head, separator, _ = text.partition(":/")
-        if separator and head.isalnum() and "/" not in head:
-            raise StorageError(f"{text!r} is a URL that went through pathlib; pass it as a str")
         return LocalStore(text)
     protocol, path = split_protocol(text)
     if protocol in (None, "file", "local") and not storage_options:

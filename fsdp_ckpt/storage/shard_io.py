@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import xxhash
 
-from fsdp_ckpt.errors import CorruptCheckpointError
+from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
 __all__ = ["digest", "read_ranges", "write_shard"]
@@ -71,7 +72,8 @@ def write_shard(
         _put_header(writer, header, data)
         writer.commit()
     except BaseException:
-        writer.abort()
+        with suppress(CheckpointError, OSError):  # the first error is the one to know
+            writer.abort()
         raise
     return digest(header)
 

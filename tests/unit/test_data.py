@@ -18,7 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset, IterableDataset
 
 from fsdp_ckpt.errors import MismatchError
-from fsdp_ckpt.state.data import ResumableSampler, make_loader, sample_seed
+from fsdp_ckpt.state.data import ResumableSampler
+from fsdp_ckpt.state.loader import make_loader, sample_seed
 from fsdp_ckpt.state.rng import isolated_random_state
 
 NUM_SAMPLES = 37

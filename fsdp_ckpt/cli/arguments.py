@@ -1,0 +1,96 @@
+"""What several commands' arguments have in common."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from fsdp_ckpt.commit.catalog import SkippedCheckpoint
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.locate import locate_checkpoint
+from fsdp_ckpt.storage.open import open_store
+
+__all__ = [
+    "Commands",
+    "add_checkpoint",
+    "add_json",
+    "open_named",
+    "parse_size",
+    "positive",
+    "warn_of_skipped",
+]
+
+if TYPE_CHECKING:
+    Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTP", 1)
+    for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add ``CHECKPOINT`` and ``--step``."""
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run's root (its newest whole checkpoint is taken) or a step's folder; a path, or a URL "
+        "such as s3://bucket/run",
+    )
+    parser.add_argument(
+        "--step",
+        type=int,
+        metavar="N",
+        help="take this step's checkpoint under the root CHECKPOINT",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+
+
+def open_named(arguments: argparse.Namespace) -> Checkpoint:
+    """Open what ``CHECKPOINT`` and ``--step`` name; warn of what was passed over."""
+    checkpoint, skipped = locate_checkpoint(open_store(arguments.checkpoint), arguments.step)
+    warn_of_skipped(skipped)
+    return checkpoint
+
+
+def warn_of_skipped(skipped: Sequence[SkippedCheckpoint]) -> None:
+    """Say on stderr which newer checkpoints were passed over."""
+    for passed in skipped:
+        print(
+            f"fsdp-ckpt: warning: passed over step {passed.step}: {passed.reason}", file=sys.stderr
+        )
+
+
+def parse_size(text: str) -> int:
+    """Turn ``5GB``, ``500 MB``, ``1GiB`` or ``4096`` into bytes; units without ``i`` are powers of 1000.
+
+    Raises:
+        argparse.ArgumentTypeError: Not a size of one byte or more.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip(), re.ASCII)
+    unit = None if match is None else _UNITS.get(match[2].upper())
+    num_bytes = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if num_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 5GB, 500MB or 1GiB")
+    return num_bytes
+
+
+def positive(text: str) -> int:
+    """Turn a number of 1 or more into an ``int``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is not one.
+    """
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
+    return int(text)

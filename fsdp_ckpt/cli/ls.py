@@ -1,0 +1,78 @@
+"""``fsdp-ckpt ls ROOT``: which checkpoints a run has."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdp_ckpt.cli.arguments import add_json
+from fsdp_ckpt.cli.text import age_text, bytes_text, print_json, print_table
+from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, find_checkpoints
+from fsdp_ckpt.errors import NotFoundError
+from fsdp_ckpt.storage.open import open_store
+
+if TYPE_CHECKING:
+    from fsdp_ckpt.cli.arguments import Commands
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "ls",
+        help="list a run's checkpoints, newest first",
+        description="List a run's checkpoints, newest first, and apart from them what is torn or damaged. "
+        "Exit code 0: there is a whole one, and none is damaged. Compares file sizes; verify reads all.",
+    )
+    parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List; return the exit code."""
+    store = open_store(arguments.root)
+    found = list(find_checkpoints(store))
+    whole = [f for f in found if isinstance(f, CheckpointInfo)]
+    skipped = [f for f in found if isinstance(f, SkippedCheckpoint)]
+    if not found:
+        raise NotFoundError(
+            f"{store.url}: no checkpoint here; name a run's root, which holds step-... folders"
+        )
+    if arguments.json:
+        print_json(
+            {
+                "root": store.url,
+                "checkpoints": [dataclasses.asdict(f) for f in whole],
+                "skipped": [dataclasses.asdict(f) for f in skipped],
+            }
+        )
+    else:
+        _print_text(whole, skipped)
+    return 0 if whole and all(f.torn for f in skipped) else 1
+
+
+def _print_text(whole: Sequence[CheckpointInfo], skipped: Sequence[SkippedCheckpoint]) -> None:
+    if whole:
+        rows = [
+            (
+                f.step,
+                age_text(f.created),
+                bytes_text(f.num_bytes),
+                f.world_size,
+                f.generation,
+                f.attempt,
+            )
+            for f in whole
+        ]
+        print_table(
+            ("STEP", "AGE", "SIZE", "RANKS", "GENERATION", "ATTEMPT"), rows, right=(0, 1, 2, 3, 4)
+        )
+    if skipped:
+        if whole:
+            print()
+        passed = [(f.step, "torn" if f.torn else "damaged", f.reason) for f in skipped]
+        print_table(("STEP", "SKIPPED", "REASON"), passed, right=(0,))
