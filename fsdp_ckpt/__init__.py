@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnsupportedFormatError,
     )
     from fsdp_ckpt.manager import CheckpointManager, RestoreReport, SaveHandle
-    from fsdp_ckpt.process_group import end_process_group, process_group
+    from fsdp_ckpt.process_groups import end_process_group, process_group
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
 
 _HOMES = {
@@ -57,7 +57,7 @@ _HOMES = {
         "UnsupportedFormatError",
     ),
     "fsdp_ckpt.manager": ("CheckpointManager", "RestoreReport", "SaveHandle"),
-    "fsdp_ckpt.process_group": ("end_process_group", "process_group"),
+    "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -22,7 +22,6 @@ from fsdp_ckpt.commit.catalog import (
     CheckpointInfo,
     SkippedCheckpoint,
     find_checkpoints,
-    list_steps,
     step_folder,
 )
 from fsdp_ckpt.commit.checkpoint import Checkpoint
@@ -314,11 +313,17 @@ class CheckpointManager:
         try:
             checkpoint = Checkpoint.open(self._root.child(step_folder(step)))
         except NotFoundError as e:
-            there = list_steps(self._root)
+            there = [found.step for found in self.checkpoints()]
             shown = ", ".join(map(str, there[:5])) or "none"
             raise NotFoundError(
                 f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}", step=step
             ) from e
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"step {step}: {e}", step=step, key=e.key) from e
+        if checkpoint.manifest.step != step:
+            raise CorruptCheckpointError(
+                f"{checkpoint.store.url}: the manifest is of step {checkpoint.manifest.step}", step=step
+            )
         checkpoint.check_files()
         return {"step": step, "attempt": checkpoint.manifest.attempt}
 
@@ -362,14 +367,19 @@ class CheckpointManager:
             return saved, plan
 
         saved, plan = group.run("comparing the checkpoint", compare)
-        fetched = group.run(
-            "reading the checkpoint", lambda: reader.fetch(planner.create_local_plan())
-        )
 
-        def apply() -> None:
-            reader.deliver(fetched, planner)
+        def fetch() -> Any:
+            fetched = reader.fetch(planner.create_local_plan())
             for path in [p for p in leaves if not planner.is_loaded(p)]:
                 del leaves[path]
+            reader.deliver_values(fetched, planner)  # into the leaves: nothing live
+            state.check(plan, leaves)
+            return fetched
+
+        fetched = group.run("reading the checkpoint", fetch)
+
+        def apply() -> None:
+            reader.deliver_tensors(fetched, planner)
             state.apply(plan, leaves, saved.seed, group.rank)
 
         group.run("restoring the state", apply)

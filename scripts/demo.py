@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = REPOSITORY / "configs" / "demo.toml"
 OUT = REPOSITORY / "demo-out"
-REFERENCE, RUN = OUT / "reference", OUT / "run"
+REFERENCE, RUN, LOGITS = OUT / "reference", OUT / "run", OUT / "logits.npy"
 
 NUM_RANKS, NUM_RANKS_LATER = 4, 2
 KILL_AT, HOP_AT = 8, 15
@@ -74,29 +74,11 @@ def main() -> int:
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir()
 
-    reference = train("reference", REFERENCE, NUM_RANKS, f"{num_steps} steps, uninterrupted")
-    killed = train(
-        "killed",
-        RUN,
-        NUM_RANKS,
-        f"killed with SIGKILL in the middle of step {KILL_AT}",
-        options=("--kill-at", str(KILL_AT)),
-        dies=True,
-    )
-    resumed = train(
-        "resumed",
-        RUN,
-        NUM_RANKS,
-        f"resumed, stops after step {HOP_AT}",
-        options=("--steps", str(HOP_AT)),
-    )
-    hopped = train(
-        "resumed-on-2",
-        RUN,
-        NUM_RANKS_LATER,
-        "resumed again",
-        options=("--logits", str(OUT / "logits.npy")),
-    )
+    reference = train(f"reference: {num_steps} steps", REFERENCE, NUM_RANKS)
+    killed = train(f"killed in step {KILL_AT}", RUN, NUM_RANKS, "--kill-at", KILL_AT, dies=True)
+    resumed = train(f"resumed up to step {HOP_AT}", RUN, NUM_RANKS, "--steps", HOP_AT)
+    hopped = train("resumed again", RUN, NUM_RANKS_LATER, "--logits", LOGITS)
+
     findings = Findings()
     judge_resume(findings, reference, killed, resumed)
     judge_hop(findings, reference, resumed, hopped)
@@ -109,20 +91,12 @@ def main() -> int:
     return 1 if findings.broken else 0
 
 
-def train(
-    name: str,
-    root: Path,
-    num_ranks: int,
-    what: str,
-    *,
-    options: Sequence[str] = (),
-    dies: bool = False,
-) -> Run:
+def train(what: str, root: Path, num_ranks: int, *options: object, dies: bool = False) -> Run:
     """Launch scripts/train.py under torchrun and read its events; exit where it does not end as told."""
-    events = OUT / f"{name}.jsonl"
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    events = OUT / f"{what.replace(' ', '-').replace(':', '')}.jsonl"
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks)
     job = (REPOSITORY / "scripts" / "train.py", CONFIG, "--root", root, "--events", events)
-    output = call(f"{num_ranks} ranks: {what}", (*launcher, *job, *options), fails=dies)
+    output = call(f"{num_ranks} ranks, {what}", *launcher, *job, *options, fails=dies)
     if dies and "SIGKILL" not in output:
         sys.exit(f"the job died of something else than SIGKILL:\n{output}")
     records = [json.loads(line) for line in events.read_text().splitlines()]
@@ -134,8 +108,8 @@ def train(
     )
 
 
-def call(what: str, module: Sequence[object], *, fails: bool = False) -> str:
-    """Run a Python module in a process of its own; return what it printed."""
+def call(what: str, *module: object, fails: bool = False) -> str:
+    """Run a Python module with arguments in a process of its own; return what it printed."""
     print(f"{what} ...", end=" ", flush=True)
     start = time.perf_counter()
     done = subprocess.run(
@@ -189,11 +163,11 @@ def judge_hop(findings: Findings, reference: Run, resumed: Run, hopped: Run) -> 
     """Two ranks go on where four stopped: with their model, and with the samples that are left."""
     if resumed.ended is None:
         raise AssertionError("a run that ends with exit code 0 says so")
+    same_logits = hopped.restored["logits"] == resumed.ended["logits"]
     findings.promise(
         "logits on 2 ranks after the restore, to the last bit those of 4 ranks",
-        "equal" if hopped.restored["logits"] == resumed.ended["logits"] else "different",
-        kept=hopped.restored["logits"] == resumed.ended["logits"]
-        and hopped.restored["step"] == HOP_AT,
+        "equal" if same_logits else "different",
+        kept=same_logits and hopped.restored["step"] == HOP_AT,
     )
     pairs = [(hopped.steps[step], reference.steps[step]) for step in sorted(hopped.steps)]
     same = [h["lr"] == r["lr"] and sorted(h["samples"]) == sorted(r["samples"]) for h, r in pairs]
@@ -230,7 +204,7 @@ def export(findings: Findings) -> None:
     LlamaConfig(**options["model"]).save_pretrained(OUT / "config")
     exported = OUT / "hugging-face"
     consolidate = ("fsdp_ckpt", "consolidate", RUN, exported, "--config-from", OUT / "config")
-    call("Hugging Face shards", (*consolidate, "--max-shard-size", SHARD_SIZE))
+    call("consolidation", *consolidate, "--max-shard-size", SHARD_SIZE)
     index = json.loads((exported / "model.safetensors.index.json").read_text())
     shards = sorted(set(index["weight_map"].values()))
     findings.promise("Hugging Face shards", len(shards), kept=len(shards) > 1)
@@ -247,7 +221,7 @@ def export(findings: Findings) -> None:
     text = StdlibText(options["data"]["num_samples"], options["data"]["seq_len"])
     with torch.no_grad():
         reloaded = model(input_ids=text.tokens[None, : text.seq_len].long()).logits[0].numpy()
-    live = np.load(OUT / "logits.npy")
+    live = np.load(LOGITS)
     difference = np.abs(reloaded - live).max() if reloaded.shape == live.shape else np.inf
     findings.promise(
         "largest logit difference, live and reloaded", f"{difference:g}", kept=difference == 0

@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_ckpt import CheckpointManager, ResumableSampler, TrainState, make_loader
-from fsdp_ckpt.process_group import process_group
+from fsdp_ckpt.process_groups import process_group
 
 
 def main() -> None:

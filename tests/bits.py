@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,9 @@ def bits(value: Any) -> Any:
     if isinstance(value, float):
         return kind, struct.pack(">d", value)
     if isinstance(value, Mapping):
-        return kind, [(bits(k), bits(v)) for k, v in value.items()]
+        items = [(bits(k), bits(v)) for k, v in value.items()]
+        # As for ==, order counts in an OrderedDict only.
+        return kind, items if isinstance(value, OrderedDict) else sorted(items, key=repr)
     if isinstance(value, list | tuple):
         return kind, [bits(v) for v in value]
     return kind, repr(value)

@@ -11,7 +11,7 @@ from fsdp_ckpt.cli.text import age_text, bytes_text, print_json, print_table
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import ListedLayout
+from fsdp_ckpt.plan.layouts import FlatLayout, ListedLayout
 
 if TYPE_CHECKING:
     from fsdp_ckpt.cli.arguments import Commands
@@ -75,6 +75,9 @@ def _layout_text(row: TensorRow) -> str:
     if isinstance(row.layout, ListedLayout):
         ranks = sorted({rank for rank, _ in row.layout.listed})
         return f"rank {ranks[0]}" if len(ranks) == 1 else f"listed, {len(row.layout.listed)} chunks"
+    if isinstance(row.layout, FlatLayout):
+        shards = row.layout.mesh.shape[1]
+        return f"flat over {shards}, {row.layout.shard_elements} elements each"
     if all(placement.dim is None for placement in row.layout.placements):
         return f"rank {row.layout.replica_ranks[row.replica][0]}"
     placements = ",".join(map(str, row.layout.placements))

@@ -21,7 +21,7 @@ def bytes_text(num_bytes: int) -> str:
         if value < 999.5:
             return f"{value:.3g} {unit}"
         value /= 1000
-    return f"{value:.3g} PB"
+    return f"{value:.0f} PB"
 
 
 def age_text(created: str) -> str:

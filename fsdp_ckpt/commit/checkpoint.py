@@ -176,15 +176,13 @@ class Checkpoint:
 
     def pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
         """Return the stored pieces that together make up ``wanted``, a box of the row's tensor."""
-        chunks = row.chunks
-        found = []
-        for i in chunks.overlapping(wanted).tolist():
-            region = overlap(chunks.box(i), wanted)
-            if region is not None:
-                found.append(self.piece(row, int(chunks.ranks[i]), chunks.box(i), region))
-        return found
+        return [
+            self._piece(row, rank, box, region)
+            for rank, box in row.overlapping(wanted)
+            if (region := overlap(box, wanted)) is not None
+        ]
 
-    def piece(self, row: TensorRow, rank: int, box: Box, region: Box) -> Piece:
+    def _piece(self, row: TensorRow, rank: int, box: Box, region: Box) -> Piece:
         """Return the part ``region`` of the chunk ``box`` that ``rank`` has written.
 
         Raises:

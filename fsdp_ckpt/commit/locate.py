@@ -7,6 +7,8 @@ a run's root and a step      that checkpoint, damaged or not
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from fsdp_ckpt.commit.catalog import (
     CheckpointInfo,
     SkippedCheckpoint,
@@ -42,10 +44,9 @@ def locate_checkpoint(
     """
     if step is not None:
         return _open_step(store, step), ()
-    try:
+    with suppress(NotFoundError):
         return Checkpoint.open(store), ()
-    except NotFoundError:
-        return _open_newest(store)
+    return _open_newest(store)
 
 
 def _open_step(root: Store, step: int) -> Checkpoint:

@@ -25,7 +25,14 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.balance import assign_replicas
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
+from fsdp_ckpt.plan.layouts import (
+    FlatLayout,
+    Layout,
+    ListedLayout,
+    Mesh,
+    MeshLayout,
+    Placement,
+)
 from fsdp_ckpt.storage.shard_io import digest
 
 __all__ = ["Agreement", "Item", "Summary", "agree"]
@@ -40,7 +47,7 @@ class Item:
         path: Where it stands.
         dtype: Name of the format, for a tensor.
         shape: Global shape, for a tensor.
-        layout: Of a DTensor; ``None`` for a plain tensor and for a value.
+        layout: Of a sharded tensor; ``None`` for a plain tensor and for a value.
         digest: Of the content of a plain tensor or a value.
     """
 
@@ -48,7 +55,7 @@ class Item:
     path: Path
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    layout: MeshLayout | None = None
+    layout: MeshLayout | FlatLayout | None = None
     digest: str = ""
 
 
@@ -77,7 +84,7 @@ class Summary:
             path = path_from_json(encoded_path)
             layout = None if index is None else layouts[index]
             if isinstance(layout, ListedLayout):
-                raise AssertionError("a summary holds mesh layouts only")
+                raise AssertionError("a summary lists no chunks")
             items[path_name(path)] = Item(
                 kind=kind, path=path, dtype=dtype, shape=tuple(shape), layout=layout, digest=content
             )
@@ -182,13 +189,8 @@ def _row(item: Item, layout: Layout) -> TensorRow:
 
 
 def _with_replicas(rows: Sequence[TensorRow], world_size: int) -> tuple[TensorRow, ...]:
-    sizes = []
-    for row in rows:
-        num_bytes = itemsize(row.dtype)
-        for n in row.shape:
-            num_bytes *= n
-        sizes.append((num_bytes, row.layout))
-    replicas = assign_replicas(sizes, world_size)
+    tensors = [(itemsize(row.dtype), row.shape, row.layout) for row in rows]
+    replicas = assign_replicas(tensors, world_size)
     return tuple(
         TensorRow(path=row.path, dtype=row.dtype, shape=row.shape, layout=row.layout, replica=replica)
         for row, replica in zip(rows, replicas, strict=True)
@@ -215,6 +217,6 @@ def _check_sharded(name: str, holders: Mapping[int, Item]) -> None:
                 rank=rank,
                 key=name,
             )
-    if first.layout is not None and not set(first.layout.mesh.ranks) <= set(holders):
-        absent = min(set(first.layout.mesh.ranks) - set(holders))
+    if first.layout is not None and not set(first.layout.ranks) <= set(holders):
+        absent = min(set(first.layout.ranks) - set(holders))
         raise MismatchError(f"{name}: rank {absent} of its mesh does not hold it", rank=absent, key=name)

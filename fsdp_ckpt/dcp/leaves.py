@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from fsdp_ckpt.manifest.tree import Path, flatten
+from fsdp_ckpt.state.local_shards import LocalShards
 from fsdp_ckpt.state.rank_local import RankLocal
 
-__all__ = ["leaves_of", "set_leaf"]
+__all__ = ["LIVE_TENSOR", "leaves_of", "set_leaf"]
+
+LIVE_TENSOR = (torch.Tensor, LocalShards)  # for isinstance
 
 
 def leaves_of(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Path, Any, bool]]:
@@ -19,13 +22,13 @@ def leaves_of(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Path, Any, bool]]
     Raises:
         UnencodableStateError: Names that meet, keys of other types above a tensor, a cycle.
     """
-    for path, leaf in flatten(state_dict, lambda v: isinstance(v, torch.Tensor | RankLocal)).items():
+    for path, leaf in flatten(state_dict, lambda v: isinstance(v, (*LIVE_TENSOR, RankLocal))).items():
         if not isinstance(leaf, RankLocal):
             yield path, leaf, False
             continue
         # Its content is taken apart as if it stood at the mark's place.
         for (_, *rest), value in flatten(
-            {"": leaf.value}, lambda v: isinstance(v, torch.Tensor)
+            {"": leaf.value}, lambda v: isinstance(v, LIVE_TENSOR)
         ).items():
             yield (*path, *rest), value, True
 

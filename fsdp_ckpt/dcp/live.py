@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdp_ckpt.errors import UnencodableStateError
 from fsdp_ckpt.manifest.typed_json import Codec, Extension, Json
 from fsdp_ckpt.plan.box import Box
-from fsdp_ckpt.plan.layouts import Mesh, MeshLayout, Placement
+from fsdp_ckpt.plan.layouts import FlatLayout, Mesh, MeshLayout, Placement
+from fsdp_ckpt.state.local_shards import LocalShards
 
 __all__ = ["CODEC", "LiveTensor", "describe_tensor", "dtype_name", "torch_dtype"]
 
@@ -60,24 +61,29 @@ class LiveTensor:
         dtype: Name of the format.
         shape: Global shape.
         layout: How ranks hold it; ``None`` for a plain tensor, of which every rank holds all.
-        box: What this rank holds; may have no elements. ``None`` where it is outside the tensor's mesh.
-        local: This rank's part, shape ``box.sizes``; shares memory with the live tensor.
+        parts: (box, its elements of shape ``box.sizes``) that this rank holds, each sharing memory with the
+            live tensor; boxes may be empty, and there are none outside the tensor's mesh.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    layout: MeshLayout | None
-    box: Box | None
-    local: torch.Tensor
+    layout: MeshLayout | FlatLayout | None
+    parts: tuple[tuple[Box, torch.Tensor], ...]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The one part of a tensor that has one."""
+        ((_, local),) = self.parts
+        return local
 
 
 def describe_tensor(
-    tensor: torch.Tensor, name: str, rank: int, layouts: dict[Any, MeshLayout]
+    tensor: torch.Tensor | LocalShards, name: str, rank: int, layouts: dict[Any, MeshLayout]
 ) -> LiveTensor:
     """Describe a live tensor.
 
     Args:
-        tensor: A plain strided tensor or a DTensor, on any device.
+        tensor: A plain strided tensor, a DTensor, or local shards; on any device.
         name: For the error.
         rank: This rank.
         layouts: Those seen so far; tensors sharded alike share one object.
@@ -90,16 +96,19 @@ def describe_tensor(
         dtype = dtype_name(tensor.dtype)
     except UnencodableStateError as e:
         raise UnencodableStateError(f"{name}: {e}", key=name) from e
+    if isinstance(tensor, LocalShards):
+        return LiveTensor(dtype, shape, tensor.layout, tuple(tensor.parts()))
     if isinstance(tensor, DTensor):
         sharding = (id(tensor.device_mesh), tensor.placements, tensor.ndim)
         layout = layouts.get(sharding)
         if layout is None:
             layout = layouts[sharding] = _mesh_layout(tensor, name)
         # Shares memory with the live tensor.
-        return LiveTensor(
-            dtype, shape, layout, layout.box_of(shape, rank), _plain(tensor.to_local().detach(), name)
-        )
-    return LiveTensor(dtype, shape, None, Box.whole(shape), _plain(tensor.detach(), name))
+        box = layout.box_of(shape, rank)
+        if box is None:
+            return LiveTensor(dtype, shape, layout, ())
+        return LiveTensor(dtype, shape, layout, ((box, _plain(tensor.to_local().detach(), name)),))
+    return LiveTensor(dtype, shape, None, ((Box.whole(shape), _plain(tensor.detach(), name)),))
 
 
 def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from fsdp_ckpt.dcp.leaves import leaves_of, set_leaf
+from fsdp_ckpt.dcp.leaves import LIVE_TENSOR, leaves_of, set_leaf
 from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor
 from fsdp_ckpt.dcp.metadata import ShardedMetadata
 from fsdp_ckpt.errors import MismatchError
@@ -131,7 +131,7 @@ class ReshardLoadPlanner(LoadPlanner):
         layouts: dict[Any, Any] = {}
         for path, leaf in leaves.items():
             name = path_name(path)
-            is_tensor = isinstance(leaf, torch.Tensor)
+            is_tensor = isinstance(leaf, LIVE_TENSOR)
             known = self._rows if is_tensor else saved_values.keys() | handed_over
             if name not in known and name not in own:
                 if name in self._rows or name in saved_values:
@@ -214,7 +214,9 @@ class ReshardLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the live memory that the item goes to."""
-        target = self._tensors[read_item.dest_index.fqn].local
+        offsets = tuple(read_item.dest_index.offset or ())
+        parts = self._tensors[read_item.dest_index.fqn].parts
+        target = next(local for box, local in parts if box.offsets == offsets)
         for dim, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
@@ -244,22 +246,18 @@ def _whole_item(name: str) -> ReadItem:
 
 
 def _tensor_items(live: LiveTensor, row: TensorRow) -> Iterable[ReadItem]:
-    wanted = live.box
-    if wanted is None or not wanted.num_elements:
-        return
-    chunks = row.chunks
-    for i in chunks.overlapping(wanted).tolist():
-        box = chunks.box(i)
-        region = overlap(box, wanted)
-        if region is not None:
-            yield ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(row.name, wanted.offsets),
-                dest_offsets=_relative(region, wanted),
-                storage_index=MetadataIndex(row.name, box.offsets, i),
-                storage_offsets=_relative(region, box),
-                lengths=torch.Size(region.sizes),
-            )
+    for wanted, _ in live.parts:
+        for _, box in row.overlapping(wanted):
+            region = overlap(box, wanted)
+            if region is not None:
+                yield ReadItem(
+                    type=LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(row.name, wanted.offsets),
+                    dest_offsets=_relative(region, wanted),
+                    storage_index=MetadataIndex(row.name, box.offsets),
+                    storage_offsets=_relative(region, box),
+                    lengths=torch.Size(region.sizes),
+                )
 
 
 def _relative(inner: Box, outer: Box) -> torch.Size:

@@ -189,16 +189,24 @@ class ShardedStorageReader(StorageReader):
         return Fetched(pieces, values, empty, images)
 
     def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
-        """Copy what was fetched into the live state."""
+        """Put everything that was fetched into the live state."""
+        self.deliver_tensors(fetched, planner)
+        self.deliver_values(fetched, planner)
+
+    def deliver_tensors(self, fetched: Fetched, planner: LoadPlanner) -> None:
+        """Copy the tensors into the memory that the planner resolves."""
         with torch.no_grad():
             for item, piece in fetched.pieces:
-                source = piece_tensor(fetched.images, piece)
-                if item.type == LoadItemType.BYTE_IO:
-                    _give_value(planner, item, source.clone(), None)
-                    continue
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(source)
-                planner.commit_tensor(item, target)
+                if item.type == LoadItemType.TENSOR:
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(piece_tensor(fetched.images, piece))
+                    planner.commit_tensor(item, target)
+
+    def deliver_values(self, fetched: Fetched, planner: LoadPlanner) -> None:
+        """Give the planner the values, and the tensors that are handed over whole."""
+        for item, piece in fetched.pieces:
+            if item.type == LoadItemType.BYTE_IO:
+                _give_value(planner, item, piece_tensor(fetched.images, piece).clone(), None)
         for item, row in fetched.empty:
             nothing = torch.empty(row.shape, dtype=torch_dtype(row.dtype))
             _give_value(planner, item, nothing, None)
@@ -227,12 +235,8 @@ class ShardedStorageReader(StorageReader):
             own = checkpoint.own_piece(self._rank, name)
             if own is not None:
                 return Piece(own.rank, own.entry, region)
-        row = checkpoint.rows[name]
-        chunks = row.chunks
-        i = item.storage_index.index
-        if i is None or not i < len(chunks) or chunks.box(i).offsets != start:
-            i = next(k for k in range(len(chunks)) if chunks.box(k).offsets == start)
-        return checkpoint.piece(row, int(chunks.ranks[i]), chunks.box(i), region)
+        (piece,) = checkpoint.pieces(checkpoint.rows[name], region)
+        return piece
 
     def _whole_piece(self, name: str) -> Piece | None:
         """Return the tensor that is this rank's own under ``name``, or the global one from which ranks vary.

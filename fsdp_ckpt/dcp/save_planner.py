@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 
 from fsdp_ckpt.dcp.agreement import Agreement, Item, Summary, agree
 from fsdp_ckpt.dcp.contents import Contents
-from fsdp_ckpt.dcp.leaves import leaves_of
+from fsdp_ckpt.dcp.leaves import LIVE_TENSOR, leaves_of
 from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor, torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
@@ -89,7 +89,7 @@ class ShardSavePlanner(SavePlanner):
         layouts: dict[Any, MeshLayout] = {}
         for path, leaf, is_own in leaves_of(state_dict):
             name = path_name(path)
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, LIVE_TENSOR):
                 live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
                 items[name] = _tensor_item(path, live, is_own, alone=world_size == 1)
             else:
@@ -123,7 +123,8 @@ class ShardSavePlanner(SavePlanner):
         chunks = [
             (row.name, row.dtype, row.shape, box)
             for row in agreement.tensors
-            if (box := self._box_to_write(row)) is not None and box.num_elements
+            for box in self._boxes_to_write(row)
+            if box.num_elements
         ]
         for name in sorted(own & self._tensors.keys()):
             live = self._tensors[name]
@@ -133,7 +134,7 @@ class ShardSavePlanner(SavePlanner):
         return Contents(
             layout=ImageLayout.pack(chunks),
             paths={name: items[name].path for name, *_ in chunks},
-            resolve=lambda entry: self._tensors[entry.name].local,
+            resolve=lambda entry: self._part(entry.name, entry.box.offsets),
             own=frozenset(own & self._tensors.keys()),
             own_values={items[n].path: self._values[n] for n in self._values if n in own},
             global_values={
@@ -155,14 +156,15 @@ class ShardSavePlanner(SavePlanner):
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
-    def _box_to_write(self, row: TensorRow) -> Box | None:
+    def _boxes_to_write(self, row: TensorRow) -> Iterable[Box]:
+        """Return the chunks of which this rank is the one writer among the ranks that hold them."""
         live = self._tensors.get(row.name)
-        if live is None:
-            return None
-        if isinstance(row.layout, MeshLayout):
-            # The chunk's one writer among the ranks that hold it.
-            return live.box if row.layout.replica_of(self._rank) == row.replica else None
-        return next((box for rank, box in row.layout.listed if rank == self._rank), None)
+        if live is None or row.layout.replica_of(self._rank) != row.replica:
+            return ()
+        return (box for box, _ in live.parts)
+
+    def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        return next(local for box, local in self._tensors[name].parts if box.offsets == offsets)
 
     # --- DCP's five calls ---
 
@@ -205,7 +207,7 @@ class ShardSavePlanner(SavePlanner):
         name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(json.dumps(self._values[name], separators=(",", ":")).encode())
-        return self._tensors[name].local
+        return self._part(name, tuple(write_item.index.offset or ()))
 
 
 def _tensor_item(path: Path, live: LiveTensor, is_own: bool, *, alone: bool) -> Item:

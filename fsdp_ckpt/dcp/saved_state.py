@@ -7,7 +7,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from fsdp_ckpt.dcp.live import CODEC, torch_dtype
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
-from fsdp_ckpt.plan.layouts import ListedLayout
+from fsdp_ckpt.plan.layouts import MeshLayout
 from fsdp_ckpt.state.saved import SavedState, SavedTensor
 
 __all__ = ["saved_state"]
@@ -30,6 +30,6 @@ def saved_state(manifest: Manifest) -> SavedState:
 
 def _placements(row: TensorRow) -> tuple[Placement, ...] | None:
     layout = row.layout
-    if isinstance(layout, ListedLayout) or all(p.dim is None for p in layout.placements):
+    if not isinstance(layout, MeshLayout) or all(p.dim is None for p in layout.placements):
         return None
     return tuple(Replicate() if p.dim is None else Shard(p.dim) for p in layout.placements)

@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -96,16 +96,22 @@ class _LocalFolder:
     def publish(self, index: bytes | None) -> None:
         if not self._overwrite:
             _refuse_existing(self._store, self._companions)  # since we looked, too
-        _remove_weights(self._store)
-        _put_companions(self._store, self._companions)
-        folder = self._store.url
-        with mapped_os_errors(folder):
-            for name in self._names:
-                os.rename(os.path.join(self._partial.url, name), os.path.join(folder, name))
-            os.rmdir(self._partial.url)
-            _sync_folder(folder)
+        for name, content in self._companions.items():
+            self._partial.create(name, content)
         if index is not None:
-            self._store.create(INDEX_NAME, index)
+            self._partial.create(INDEX_NAME, index)
+        _remove_weights(self._store)
+        with mapped_os_errors(self._store.url):
+            self._rename([*self._companions, *self._names])
+            if index is not None:
+                self._rename([INDEX_NAME])
+            os.rmdir(self._partial.url)
+
+    def _rename(self, names: Sequence[str]) -> None:
+        """Give files their final names; they have them durably when this returns."""
+        for name in names:
+            os.rename(os.path.join(self._partial.url, name), os.path.join(self._store.url, name))
+        _sync_folder(self._store.url)
 
     def discard(self) -> None:
         shutil.rmtree(self._partial.url, ignore_errors=True)
@@ -120,10 +126,19 @@ class _ObjectFolder:
     def write(self, name: str, num_bytes: int) -> ObjectWriter:
         if not self._names:
             _remove_weights(self._store)
-            _put_companions(self._store, self._companions)
+            self._put_companions()
         writer = self._store.write(name, num_bytes)
         self._names.append(name)
         return writer
+
+    def _put_companions(self) -> None:
+        there = self._store.list_files()
+        for name, content in self._companions.items():
+            if name in there:
+                if self._store.read(name) == content:
+                    continue
+                self._store.delete(name)
+            self._store.create(name, content)
 
     def publish(self, index: bytes | None) -> None:
         if index is not None:
@@ -163,16 +178,6 @@ def _remove_weights(store: Store) -> None:
         store.delete(name)
 
 
-def _put_companions(store: Store, companions: Mapping[str, bytes]) -> None:
-    there = store.list_files()
-    for name, content in companions.items():
-        if name in there:
-            if store.read(name) == content:
-                continue
-            store.delete(name)
-        store.create(name, content)
-
-
 def read_companions(store: Store) -> dict[str, bytes]:
     """Read the small files that stand beside a model's weights: configuration, tokenizer, chat template.
 
@@ -197,7 +202,7 @@ def read_companions(store: Store) -> dict[str, bytes]:
 
 
 def _sync_folder(path: str) -> None:
-    """Make the renames durable before the index names the files."""
+    """Make renames in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

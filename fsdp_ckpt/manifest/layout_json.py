@@ -9,7 +9,14 @@ from fsdp_ckpt.errors import CorruptCheckpointError
 from fsdp_ckpt.manifest.fields import count, counts
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
-from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
+from fsdp_ckpt.plan.layouts import (
+    FlatLayout,
+    Layout,
+    ListedLayout,
+    Mesh,
+    MeshLayout,
+    Placement,
+)
 
 __all__ = ["LayoutTable", "layouts_from_json"]
 
@@ -23,7 +30,7 @@ class LayoutTable:
 
     def add(self, layout: Layout) -> int:
         """Return the layout's position, adding it where it is new."""
-        if isinstance(layout, MeshLayout):
+        if not isinstance(layout, ListedLayout):
             self._meshes.setdefault(layout.mesh, len(self._meshes))
         return self._layouts.setdefault(layout, len(self._layouts))
 
@@ -38,6 +45,9 @@ class LayoutTable:
         if isinstance(layout, ListedLayout):
             chunks = [[rank, list(box.offsets), list(box.sizes)] for rank, box in layout.listed]
             return {"chunks": chunks}
+        if isinstance(layout, FlatLayout):
+            flat = [layout.shard_elements, layout.start]
+            return {"mesh": self._meshes[layout.mesh], "flat": flat}
         return {
             "mesh": self._meshes[layout.mesh],
             "placements": [str(placement) for placement in layout.placements],
@@ -82,5 +92,8 @@ def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:
                 for rank, offsets, sizes in encoded["chunks"]
             )
         )
-    placements = tuple(Placement.parse(text) for text in encoded["placements"])
-    return MeshLayout(meshes[count(encoded["mesh"])], placements)
+    mesh = meshes[count(encoded["mesh"])]
+    if "flat" in encoded:
+        shard_elements, start = counts(encoded["flat"])
+        return FlatLayout(mesh, shard_elements, start)
+    return MeshLayout(mesh, tuple(Placement.parse(text) for text in encoded["placements"]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,10 @@ from fsdp_ckpt.manifest.fields import count, counts, text
 from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
 from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
 from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.coverage import check_coverage
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import Chunks, Layout, MeshLayout
+from fsdp_ckpt.plan.layouts import Chunks, Layout
 
 __all__ = ["FORMAT_VERSION", "FileRow", "Manifest", "TensorRow", "shard_name"]
 
@@ -59,6 +60,10 @@ class TensorRow:
     def name(self) -> str:
         """The path joined by dots."""
         return path_name(self.path)
+
+    def overlapping(self, wanted: Box) -> list[tuple[int, Box]]:
+        """Return (rank, chunk) for every stored chunk that shares an element with ``wanted``."""
+        return self.layout.overlapping(self.shape, self.replica, wanted)
 
     @property
     def chunks(self) -> Chunks:
@@ -229,18 +234,11 @@ class Manifest:
         names = [path_name(p) for p in (*self.values, *self.rank_local, *(t.path for t in self.tensors))]
         if len(set(names)) != len(names):
             raise CorruptCheckpointError("two entries have the same name")
-        for layout in {row.layout for row in self.tensors}:
-            if max(_ranks_of(layout), default=0) >= self.world_size:
-                raise CorruptCheckpointError(f"a layout of ranks beyond the {self.world_size} there are")
+        if max((row.layout.max_rank for row in self.tensors), default=0) >= self.world_size:
+            raise CorruptCheckpointError(f"a layout of ranks beyond the {self.world_size} there are")
         for row in self.tensors:
             itemsize(row.dtype)
             check_coverage(row.name, row.shape, row.layout, row.replica)
-
-
-def _ranks_of(layout: Layout) -> Iterable[int]:
-    if isinstance(layout, MeshLayout):
-        return layout.mesh.ranks
-    return (rank for rank, _ in layout.listed)
 
 
 def _check_version(version: Any, where: str) -> None:

@@ -197,9 +197,9 @@ def path_from_json(encoded: Json) -> Path:
         match part:
             case str() | int() if type(part) is not bool:
                 parts.append(part)
-            case [int(i)] if i >= 0:
+            case [int(i)] if type(i) is int and i >= 0:
                 parts.append(ListIndex(i))
-            case [int(i), "tuple"] if i >= 0:
+            case [int(i), "tuple"] if type(i) is int and i >= 0:
                 parts.append(TupleIndex(i))
             case _:
                 raise CorruptCheckpointError(f"not a path: {str(encoded)[:80]}")

@@ -180,6 +180,8 @@ def _decode_array(fields: Mapping[str, Json]) -> np.ndarray:
         raise CorruptCheckpointError(f"dtype {fields['dtype'][:40]!r} in typed JSON")
     data = bytearray(base64.b64decode(fields["v"], validate=True))
     shape = [_typed(n, int) for n in fields["shape"]]
+    if min(shape, default=0) < 0:
+        raise CorruptCheckpointError(f"array of shape {shape} in typed JSON")
     return np.frombuffer(data, dtype=np.dtype(fields["dtype"])).reshape(shape)
 
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from fsdp_ckpt.errors import CorruptCheckpointError
-from fsdp_ckpt.plan.layouts import Chunks, Layout, MeshLayout
+from fsdp_ckpt.plan.layouts import Chunks, FlatLayout, Layout, MeshLayout
 
 __all__ = ["check_coverage"]
 
@@ -15,7 +15,8 @@ __all__ = ["check_coverage"]
 def check_coverage(name: str, shape: tuple[int, ...], layout: Layout, replica: int) -> None:
     """Prove that the layout's chunks cover the tensor.
 
-    A mesh layout covers by construction (each cut partitions what it cuts); listed chunks are proven.
+    Mesh and flat layouts cover by construction (each cut partitions what it cuts), given dims to cut and
+    shards enough; listed chunks are proven.
 
     Raises:
         CorruptCheckpointError: An element is missing, held twice, or outside the tensor.
@@ -26,12 +27,17 @@ def check_coverage(name: str, shape: tuple[int, ...], layout: Layout, replica: i
     if not 0 <= replica < layout.num_replicas:
         raise CorruptCheckpointError(f"{name}: replica {replica} of {layout.num_replicas}", key=name)
     if isinstance(layout, MeshLayout):
-        for axis in layout.cut_order:
-            dim = layout.placements[axis].dim
-            if dim is not None and dim >= len(shape):
-                raise CorruptCheckpointError(
-                    f"{name}: a placement on dim {dim} of {len(shape)} dims", key=name
-                )
+        if layout.min_ndim > len(shape):
+            raise CorruptCheckpointError(
+                f"{name}: a placement on dim {layout.min_ndim - 1} of {len(shape)} dims", key=name
+            )
+        return
+    if isinstance(layout, FlatLayout):
+        stop, held = layout.start + math.prod(shape), layout.mesh.shape[1] * layout.shard_elements
+        if stop > held:
+            raise CorruptCheckpointError(
+                f"{name}: elements {layout.start} to {stop} of a flat group of {held}", key=name
+            )
         return
     chunks = layout.chunks(shape, replica)
     # offsets + sizes could overflow.

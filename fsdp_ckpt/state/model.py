@@ -1,101 +1,115 @@
-"""A model's tensors under names that no wrapper changes.
-
-``torch.compile``, activation checkpointing, DDP and FSDP put a level of their own into the module tree.
-A *name* here leaves these levels out, by walking the modules, never by matching text: a user's own
-submodule may well be called ``module``.
-"""
+"""A model's tensors and values by name, from its ``state_dict``, or from FSDP1's flat parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["ModelTensors", "canonical_name", "model_tensors", "parameter_names"]
+from fsdp_ckpt.state.flat_units import FlatUnit, flat_units
+from fsdp_ckpt.state.local_shards import LocalShards
+from fsdp_ckpt.state.names import canonical_name
 
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+__all__ = ["Detached", "ModelTensors", "model_tensors"]
 
 
-def canonical_name(model: nn.Module, key: str) -> str:
-    """Return the name of a ``state_dict`` key or parameter without the wrappers' levels.
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """Something that a module makes up in its ``state_dict``: ``_extra_state``, values, computed tensors.
 
     Args:
-        model: The model that the key is of.
-        key: Dotted key; a wrapper that already leaves its own level out is fine.
+        value: What it is now.
+        put: Hands a value back to the module.
     """
-    kept: list[str] = []
-    module: nn.Module | None = model
-    for part in key.split("."):
-        while module is not None and (inner := _wrapped_attribute(module)) is not None:
-            module = module._modules[inner]
-            if part == inner:
-                break
-        else:
-            kept.append(part)
-            module = None if module is None else module._modules.get(part)
-    return ".".join(kept)
 
-
-def _wrapped_attribute(module: nn.Module) -> str | None:
-    """Return the attribute under which a wrapper holds the user's module."""
-    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return "module"
-    return next((name for name in _WRAPPED if name in module._modules), None)
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return ``id`` of each parameter → its name; of a tied one the first name."""
-    names: dict[int, str] = {}
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), canonical_name(model, key))
-    return names
+    value: Any
+    put: Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """What a model's ``state_dict`` holds.
+    """What a model holds.
 
     Args:
         tensors: Name → live parameter or buffer, each tensor once, under its first name.
         tied: Further name → first name, where two names are one tensor.
-        detached: Name → (key, value) of what a module makes up in its ``state_dict``: ``_extra_state``,
-            values, tensors that are neither parameter nor buffer.
+        detached: Name → what is neither parameter nor buffer.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor | LocalShards]
     tied: dict[str, str]
-    detached: dict[str, tuple[str, Any]]
+    detached: dict[str, Detached]
 
     def state_dict(self) -> dict[str, Any]:
         """Return name → tensor or value; shares memory with the model."""
-        detached = {name: value for name, (_, value) in self.detached.items()}
-        return {**{name: t.detach() for name, t in self.tensors.items()}, **detached}
+        return {**self.tensors, **{name: d.value for name, d in self.detached.items()}}
 
 
 def model_tensors(model: nn.Module) -> ModelTensors:
-    """Take a model's ``state_dict`` apart; changes nothing.
+    """Take a model apart; changes nothing.
 
-    Non-persistent buffers are not in it. Called by every rank: FSDP may reshard what a forward has left
-    gathered.
+    Non-persistent buffers are not in it. Called by every rank: FSDP2 may reshard what a forward has left
+    gathered. FSDP1 is read without any collective.
     """
-    live = {id(t) for t in _parameters_and_buffers(model)}
+    units = flat_units(model)
+    return _from_units(model, units) if units else _from_state_dict(model)
+
+
+def _from_state_dict(model: nn.Module) -> ModelTensors:
+    live = {id(t) for m in model.modules() for t in _own_tensors(m)}
     found = ModelTensors({}, {}, {})
     first_names: dict[int, str] = {}
     for key, value in model.state_dict(keep_vars=True).items():
         name = canonical_name(model, key)
         if id(value) not in live:
-            found.detached[name] = (key, value)
-        elif (first := first_names.setdefault(id(value), name)) != name:
-            found.tied[name] = first
+            found.detached[name] = Detached(value, _loader(model, key))
         else:
-            found.tensors[name] = value
+            _add(found, first_names, name, value)
     return found
 
 
-def _parameters_and_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
-    for module in model.modules():
-        yield from (p for p in module._parameters.values() if p is not None)
-        yield from (b for b in module._buffers.values() if b is not None)
+def _loader(model: nn.Module, key: str) -> Callable[[Any], object]:
+    return lambda value: model.load_state_dict({key: value}, strict=False)
+
+
+def _add(
+    found: ModelTensors, first_names: dict[int, str], name: str, tensor: torch.Tensor
+) -> None:
+    first = first_names.setdefault(id(tensor), name)
+    if first == name:
+        found.tensors[name] = tensor.detach()
+    else:
+        found.tied[name] = first
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from (p for p in module._parameters.values() if p is not None)
+    yield from (b for b in module._buffers.values() if b is not None)
+
+
+def _from_units(model: nn.Module, units: list[FlatUnit]) -> ModelTensors:
+    """FSDP1's own ``state_dict`` would gather; walk the modules instead."""
+    found = ModelTensors({}, {}, {})
+    flat: set[int] = set()
+    for unit in units:
+        found.tensors.update(unit.tensors())
+        found.tied.update(unit.tied)
+        flat.add(id(unit.flat_param))
+        flat.update(id(part.parameter) for part in unit.parts if part.parameter is not None)
+    first_names: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        kept = {**module._parameters, **module._buffers}
+        for key, tensor in kept.items():
+            if tensor is None or id(tensor) in flat or key in module._non_persistent_buffers_set:
+                continue
+            name = canonical_name(model, prefix + key)
+            if name not in found.tensors and name not in found.tied:
+                _add(found, first_names, name, tensor)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            name = canonical_name(model, f"{prefix}_extra_state")
+            found.detached[name] = Detached(module.get_extra_state(), module.set_extra_state)
+    return found

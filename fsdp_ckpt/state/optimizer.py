@@ -3,11 +3,15 @@
 ``torch.distributed.checkpoint.state_dict`` takes a dummy step to make a fresh optimizer's state, which moves
 the step count and can move weights; ``Optimizer.load_state_dict`` casts moments to the parameter's dtype.
 Here ``optimizer.state`` is read as it is, and set to exactly what was saved.
+
+FSDP1's flat parameters are taken apart by their views. ``ZeroRedundancyOptimizer`` keeps each rank's
+partition in an optimizer of its own, and that one's state is read; its groups list all parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,80 +19,211 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 
 from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.state.local_shards import LocalShards
+from fsdp_ckpt.state.parameters import ParameterView, Views
 
-__all__ = ["apply_optimizer", "collect_optimizer", "empty_state_tensor", "named_parameters_of"]
+__all__ = ["LiveOptimizer", "Slot"]
 
 # Kept by Optimizer.add_param_group for its own use; not a hyperparameter.
 _NOT_HYPERPARAMETERS = ("params", "param_names")
 
 
-def named_parameters_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Return (name, parameter) per parameter group.
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of the model in an optimizer.
 
     Args:
-        optimizer: The optimizer.
-        names: ``id`` of each of the model's parameters → name.
+        view: Which tensor, and where in the live parameter.
+        parameter: The live parameter.
+        group: Its parameter group.
+        is_local: Whether this rank keeps its state; ZeRO gives every parameter to one rank.
+    """
+
+    view: ParameterView
+    parameter: torch.nn.Parameter
+    group: Mapping[str, Any]
+    is_local: bool
+
+
+class LiveOptimizer:
+    """An optimizer, seen by the names of the model's tensors.
+
+    Args:
+        optimizer: Over the model's parameters.
+        views: Of the model's live parameters.
 
     Raises:
         MismatchError: It optimizes a parameter that the model does not have.
     """
-    groups = []
-    for i, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise MismatchError(
-                    f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not "
-                    "the model's; build the optimizer after wrapping the model, from model.parameters()"
-                )
-        groups.append([(names[id(p)], p) for p in group["params"]])
-    return groups
 
+    def __init__(self, optimizer: torch.optim.Optimizer, views: Views) -> None:
+        self._optimizer = optimizer
+        inner = getattr(optimizer, "optim", None)
+        # ZeroRedundancyOptimizer: the state of this rank's own partition.
+        self._local = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+        mine = {id(p) for group in self._local.param_groups for p in group["params"]}
+        self.groups: list[list[Slot]] = []
+        for i, group in enumerate(optimizer.param_groups):
+            slots = []
+            for parameter in group["params"]:
+                if id(parameter) not in views:
+                    raise MismatchError(
+                        f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not "
+                        "the model's; build the optimizer after wrapping the model, from model.parameters()"
+                    )
+                is_local = id(parameter) in mine
+                slots += [Slot(view, parameter, group, is_local) for view in views[id(parameter)]]
+            self.groups.append(slots)
 
-def collect_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
-) -> dict[str, Any]:
-    """Return ``{"state": {name: {...}}, "param_groups": [...]}``; tensors are the live ones.
+    @property
+    def slots(self) -> dict[str, Slot]:
+        """Every slot by its tensor's name."""
+        return {slot.view.name: slot for slots in self.groups for slot in slots}
 
-    Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some keep it.
-    """
-    groups = named_parameters_of(optimizer, names)
-    state = {
-        name: dict(optimizer.state[parameter])
-        for group in groups
-        for name, parameter in group
-        if optimizer.state.get(parameter)
-    }
-    param_groups = [
-        {
-            "params": [name for name, _ in named],
-            **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
+    def state_of(self, slot: Slot) -> dict[str, Any]:
+        """Return the live state of a slot's parameter, empty where there is none."""
+        found: dict[str, Any] = self._local.state.get(slot.parameter, {})
+        return found
+
+    def collect(self) -> dict[str, Any]:
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}``; tensors are the live ones.
+
+        Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
+        keep it.
+        """
+        state = {
+            slot.view.name: {k: _leaf(slot, v) for k, v in found.items()}
+            for slots in self.groups
+            for slot in slots
+            if (found := self.state_of(slot))
         }
-        for named, group in zip(groups, optimizer.param_groups, strict=True)
-    ]
-    return {"state": state, "param_groups": param_groups}
+        param_groups = [
+            {
+                "params": [slot.view.name for slot in slots],
+                **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
+            }
+            for slots, group in zip(self.groups, self._optimizer.param_groups, strict=True)
+        ]
+        return {"state": state, "param_groups": param_groups}
+
+    def target(
+        self,
+        slot: Slot,
+        key: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        placements: Sequence[Placement] | None,
+        fresh: dict[tuple[int, str], torch.Tensor],
+    ) -> torch.Tensor | LocalShards:
+        """Return where a saved state tensor goes: the live one, or memory that goes live in :meth:`apply`.
+
+        Args:
+            slot: Whose state.
+            key: State key, such as ``exp_avg``.
+            shape: Global shape, as saved.
+            dtype: As saved.
+            placements: Of the saved DTensor, or ``None`` where it was plain.
+            fresh: (id of the live parameter, key) → memory made so far; several slots of a flat parameter
+                share it.
+        """
+        live = self.state_of(slot).get(key)
+        if isinstance(live, torch.Tensor):
+            # Its dtype and shape are then compared like the model's.
+            leaf: torch.Tensor | LocalShards = _leaf(slot, live)
+            return leaf
+        if slot.view.layout is not None and shape == slot.view.shape:
+            where = (id(slot.parameter), key)
+            if where not in fresh:
+                # Zeros: FSDP1 pads flat parameters, and no one else writes the padding.
+                like = slot.parameter.detach()
+                fresh[where] = torch.zeros(like.shape, dtype=dtype, device=like.device)
+            return slot.view.of(fresh[where])
+        return _empty(slot, key, shape=shape, dtype=dtype, placements=placements)
+
+    def apply(
+        self, saved: Mapping[str, Any], fresh: Mapping[tuple[int, str], torch.Tensor]
+    ) -> None:
+        """Set the state to exactly ``saved``; no step, no cast.
+
+        Args:
+            saved: As :meth:`collect` returned it, its tensors filled.
+            fresh: As :meth:`target` made it.
+
+        Raises:
+            MismatchError: Tensors of one flat parameter come with different step counts.
+        """
+        state = saved.get("state", {})
+        by_parameter: dict[int, list[Slot]] = {}
+        for slots in self.groups:
+            for slot in slots:
+                if slot.is_local:
+                    by_parameter.setdefault(id(slot.parameter), []).append(slot)
+        for slots in by_parameter.values():
+            self._apply_state(slots, [state.get(slot.view.name) or {} for slot in slots], fresh)
+        source_of = {name: g for g in saved.get("param_groups", []) for name in g["params"]}
+        for slots, group in zip(self.groups, self._optimizer.param_groups, strict=True):
+            names = (slot.view.name for slot in slots)
+            source = next((source_of[name] for name in names if name in source_of), None)
+            if source is not None:
+                _apply_hyperparameters(group, source)
+
+    def _apply_state(
+        self,
+        slots: Sequence[Slot],
+        saved: Sequence[Mapping[str, Any]],
+        fresh: Mapping[tuple[int, str], torch.Tensor],
+    ) -> None:
+        parameter = slots[0].parameter
+        live = self._local.state.get(parameter, {})
+        new: dict[str, Any] = {}
+        for slot, found in zip(slots, saved, strict=True):
+            for key, value in found.items():
+                if isinstance(value, LocalShards):
+                    whole = fresh.get((id(parameter), key))
+                    new[key] = live[key] if whole is None else whole
+                elif key not in new:
+                    new[key] = value
+                elif not _equal(new[key], value):
+                    raise MismatchError(
+                        f"optimizer.state.{slot.view.name}.{key} is {value}, of other tensors in its flat "
+                        f"parameter {new[key]}; resume with use_orig_params=True",
+                        key=slot.view.name,
+                    )
+        if new:
+            self._local.state[parameter] = new
+        else:
+            self._local.state.pop(parameter, None)
+
+    def undecidable_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        """Yield what keeps the saved groups' hyperparameters from the live groups."""
+        index_of = {name: i for i, g in enumerate(saved_groups) for name in g["params"]}
+        for i, slots in enumerate(self.groups):
+            names = (slot.view.name for slot in slots)
+            sources = sorted({index_of[name] for name in names if name in index_of})
+            if len(sources) > 1:
+                yield (
+                    f"optimizer.param_groups: group {i} here holds parameters of {len(sources)} saved groups "
+                    f"({', '.join(map(str, sources))}); which hyperparameters they get is not decidable"
+                )
 
 
-def empty_state_tensor(
-    parameter: torch.nn.Parameter,
-    group: Mapping[str, Any],
+def _leaf(slot: Slot, value: Any) -> Any:
+    """Return a state value in the model's terms: what has the live parameter's shape is laid out like it."""
+    if isinstance(value, torch.Tensor) and value.shape == slot.parameter.shape:
+        return slot.view.of(value)
+    return value
+
+
+def _empty(
+    slot: Slot,
     key: str,
     *,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     placements: Sequence[Placement] | None,
 ) -> torch.Tensor:
-    """Allocate a state tensor for a parameter whose optimizer has none yet.
-
-    Args:
-        parameter: Live parameter; what has its shape is sharded as it is.
-        group: The parameter's group.
-        key: State key, such as ``exp_avg``.
-        shape: Global shape.
-        dtype: As saved.
-        placements: Of the saved DTensor, or ``None`` where it was plain.
-    """
+    parameter, group = slot.parameter, slot.group
     if shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if placements is not None and isinstance(parameter, DTensor):
@@ -100,28 +235,10 @@ def empty_state_tensor(
     return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
-def apply_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
-) -> None:
-    """Set the optimizer's state to exactly ``saved``; no step, no cast.
-
-    Args:
-        optimizer: The live optimizer.
-        names: ``id`` of each of the model's parameters → name.
-        saved: As :func:`collect_optimizer` returned it, its tensors on their devices.
-    """
-    state = saved.get("state", {})
-    saved_group_of = {name: g for g in saved.get("param_groups", []) for name in g["params"]}
-    groups = named_parameters_of(optimizer, names)
-    for named, group in zip(groups, optimizer.param_groups, strict=True):
-        for name, parameter in named:
-            if state.get(name):
-                optimizer.state[parameter] = dict(state[name])
-            else:
-                optimizer.state.pop(parameter, None)
-        source = next((saved_group_of[name] for name, _ in named if name in saved_group_of), None)
-        if source is not None:
-            _apply_hyperparameters(group, source)
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
 
 
 def _apply_hyperparameters(group: dict[str, Any], source: Mapping[str, Any]) -> None:
@@ -132,17 +249,3 @@ def _apply_hyperparameters(group: dict[str, Any], source: Mapping[str, Any]) -> 
             group[key].copy_(torch.as_tensor(value))  # a captured graph reads this very tensor
         else:
             group[key] = value
-
-
-def split_groups(
-    groups: Sequence[Sequence[tuple[str, torch.nn.Parameter]]], saved_groups: Sequence[Mapping[str, Any]]
-) -> Iterator[str]:
-    """Yield what keeps the saved groups' hyperparameters from the live groups."""
-    saved_index = {name: i for i, g in enumerate(saved_groups) for name in g["params"]}
-    for i, named in enumerate(groups):
-        sources = sorted({saved_index[name] for name, _ in named if name in saved_index})
-        if len(sources) > 1:
-            yield (
-                f"optimizer.param_groups: group {i} here holds parameters of {len(sources)} saved groups "
-                f"({', '.join(map(str, sources))}); which hyperparameters they should have is not decidable"
-            )

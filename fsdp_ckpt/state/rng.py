@@ -24,6 +24,7 @@ from fsdp_ckpt.errors import MismatchError, UnencodableStateError
 
 __all__ = [
     "capture_random_state",
+    "check_random_state",
     "derive_random_state",
     "isolated_random_state",
     "mix_words",
@@ -58,15 +59,12 @@ def capture_random_state(generators: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def restore_random_state(state: Mapping[str, Any], generators: Mapping[str, object]) -> None:
-    """Put back what `capture_random_state` or `derive_random_state` returned.
-
-    Nothing may be left over on either side: an accelerator or name that only the state or only
-    this process has is a mismatch; take it out of ``state`` or ``generators`` to go on without.
+def check_random_state(state: Mapping[str, Any], generators: Mapping[str, object]) -> None:
+    """Raise what would keep `restore_random_state` from restoring ``state``; changes nothing.
 
     Raises:
         MismatchError: Missing, unknown or unreadable entries, or generators of another kind, all
-            named; no state has changed.
+            named.
         UnencodableStateError: A generator is of a kind that has no state to restore.
     """
     live = _streams_of(generators)
@@ -78,7 +76,20 @@ def restore_random_state(state: Mapping[str, Any], generators: Mapping[str, obje
             f"random states do not restore: {'; '.join(problems)}: give the generators and devices "
             "of the saved run, or leave these states out"
         )
-    for section, streams in live.items():
+
+
+def restore_random_state(state: Mapping[str, Any], generators: Mapping[str, object]) -> None:
+    """Put back what `capture_random_state` or `derive_random_state` returned.
+
+    Nothing may be left over on either side: an accelerator or name that only the state or only
+    this process has is a mismatch; take it out of ``state`` or ``generators`` to go on without.
+
+    Raises:
+        MismatchError: As `check_random_state`; no state has changed.
+        UnencodableStateError: A generator is of a kind that has no state to restore.
+    """
+    check_random_state(state, generators)
+    for section, streams in _streams_of(generators).items():
         for label, stream in streams.items():
             stream.write(state[section][label]["state"])
 

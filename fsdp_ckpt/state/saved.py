@@ -68,7 +68,8 @@ class RestorePlan:
         missing: Names of the live state that the checkpoint lacks.
         derived: Names that are restored from another rank's content, or made up deterministically.
         dropped: Names that are left out, as the caller allows.
-        left_out: Saved paths that this rank passes over for that.
+        left_out: Saved paths that this rank passes over on purpose.
+        fresh: (id of a live flat parameter, state key) → memory that goes live later.
     """
 
     leaves: dict[Path, Any] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class RestorePlan:
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     left_out: list[Path] = field(default_factory=list)
+    fresh: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 
 def subtree(leaves: Mapping[Path, Any], *prefix: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import math
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -548,7 +549,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path: Path) -> None:
         for dtype in DTYPES:
             for i, shape in enumerate(SHAPES):
                 high = 2 if dtype is torch.bool else 256
-                size = torch.empty(shape, dtype=dtype).numel() * dtype.itemsize
+                size = math.prod(shape) * dtype.itemsize
                 data = torch.randint(0, high, (size,), dtype=torch.uint8).view(dtype)
                 model.register_buffer(f"{str(dtype)[6:]}_{i}", data.view(shape))
         model.register_buffer("transposed", torch.rand(3, 5).t())
@@ -664,6 +665,7 @@ def test_values_come_back_into_the_live_objects_as_they_were(tmp_path: Path, nam
     state = TrainState(model=model, extra={"a": live, "b": live_inner})
     CheckpointManager(tmp_path, state).restore()
     assert bits(live.value) == bits(VALUES[name])
+    assert bits(list(live.value)) == bits(list(VALUES[name]))
     assert bits(live_inner.value) == bits({"in": {"side": VALUES[name]}})
 
 

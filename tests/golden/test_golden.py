@@ -1,0 +1,383 @@
+"""Version 1 of the format stays readable for ever: a checkpoint that was written when it was new.
+
+Three readers: this package, the safetensors library alone, and a reader that is written after docs/format.md
+and shares no code with the package. What all of them must find is spelt out here.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import http
+import itertools
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from safetensors import safe_open
+
+from fsdp_ckpt import ReshardLoadPlanner, ShardedStorageReader
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.verify import find_damage
+from fsdp_ckpt.dcp.live import CODEC
+from fsdp_ckpt.dcp.reader import piece_tensor
+from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.manifest.shard import ShardHeader
+from fsdp_ckpt.manifest.tree import path_name, unflatten
+from fsdp_ckpt.storage.open import open_store
+from tests.bits import bits
+
+STEP = Path(__file__).resolve().parent / "v1" / "step-000000042"
+ATTEMPT = "20260101T000000-0123456789ab"
+WORLD_SIZE = 3
+
+# dtype in the manifest -> name in torch; two elements of each, with the bytes 1, 2, 3, ...
+DTYPES = {
+    "U8": "uint8", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64", "U16": "uint16",
+    "U32": "uint32", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
+    "F64": "float64", "C32": "complex32", "C64": "complex64", "C128": "complex128",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "F4_E2M1_X2": "float4_e2m1fn_x2",
+}  # fmt: skip
+ITEMSIZE = {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C32": 4}
+ITEMSIZE |= {"I64": 8, "U64": 8, "F64": 8, "C64": 8, "C128": 16}
+
+
+def count(dtype: str, start: int, *shape: int) -> np.ndarray:
+    """Return start, start + 1, ... in row-major order."""
+    return np.arange(start, start + math.prod(shape), dtype=dtype).reshape(shape)
+
+
+# name -> (dtype in the manifest, shape, bytes)
+TENSORS: dict[str, tuple[str, tuple[int, ...], bytes]] = {
+    name: (dtype, array.shape, array.tobytes())
+    for name, dtype, array in (
+        ("model.rows.weight", "F32", count("f4", 0, 5, 4)),
+        ("model.rows.bias", "F32", count("f4", 50, 5)),
+        ("model.column.weight", "F32", count("f4", 100, 7, 2)),
+        ("model.tiny.weight", "BF16", np.array([[0x40E0]], "u2")),  # 7.0
+        ("buffers.count", "I64", np.array(7)),
+        ("buffers.mask", "BOOL", np.array([True, False, True])),
+        ("buffers.empty", "F32", np.zeros((0, 3), "f4")),
+        ("buffers.running", "F32", count("f4", 0, 4)),
+        ("optimizer.state.rows.weight.exp_avg", "F64", count("f8", 200, 5, 4)),
+        ("optimizer.state.rows.weight.step", "F32", np.array(42, "f4")),
+        ("placed.turned", "I32", count("i4", 300, 4)),
+        ("placed.columns", "I32", count("i4", 400, 2, 4)),
+        ("flat.first", "F32", count("f4", 500, 4, 5)),
+        ("flat.second", "F32", count("f4", 520, 2, 3)),
+        ("containers.list.0", "I64", count("i8", 0, 2)),
+        ("containers.list.1.inner", "I64", count("i8", 0, 3)),
+        ("containers.tuple.0", "I64", count("i8", 0, 4)),
+        ("containers.tuple.2.0", "I64", count("i8", 0, 5)),
+        ("containers.3.int key", "I64", count("i8", 0, 6)),
+        ("dtypes.bool", "BOOL", np.array([True, False])),
+    )
+}
+TENSORS |= {
+    f"dtypes.{name}": (dtype, (2,), bytes(range(1, 1 + 2 * ITEMSIZE.get(dtype, 1))))
+    for dtype, name in DTYPES.items()
+}
+VALUES: dict[str, Any] = {
+    "optimizer.param_groups": [{"params": ["rows.weight"], "betas": (0.9, 0.95), "lr": 0.001}],
+    "containers.tuple.1": "between",
+    "values.none": None,
+    "values.bool": True,
+    "values.int": -3,
+    "values.long int": (1 << 5000) + 1,
+    "values.float": 0.1,
+    "values.negative zero": -0.0,
+    "values.infinity": math.inf,
+    "values.nan": struct.unpack(">d", b"\x7f\xf8\0\0\0\0\x01\x23")[0],
+    "values.complex": complex(1.5, -math.inf),
+    "values.str": "ä\n\U0001f600",
+    "values.bytes": b"\x00\xff",
+    "values.bytearray": bytearray(b"ab"),
+    "values.tuple": (1, (2.5, "x"), []),
+    "values.list": [1, None, [True]],
+    "values.set": {1, 2, 3},
+    "values.frozenset": frozenset({(1, "a")}),
+    "values.range": range(1, 9, 2),
+    "values.deque": collections.deque([1, 2], maxlen=3),
+    "values.dict.nested": {1: "one", (2, 3): "pair"},
+    "values.dict.empty": {},
+    "values.dollar": [{"$": "not a tag"}],
+    "values.OrderedDict": collections.OrderedDict([("b", 1), ("a", 2)]),
+    "values.Counter": collections.Counter({"a": 2, "b": 0}),
+    "values.defaultdict": collections.defaultdict(list, {"x": [1]}),
+    "values.enum": http.HTTPStatus.NOT_FOUND,
+    "values.scalar": np.float32(0.1),
+    "values.datetime64": np.datetime64("2026-01-01T00:00:00"),
+    "values.ndarray": np.array([[1, 2], [3, 4]], ">i2"),
+    "values.dtype": torch.bfloat16,
+    "values.size": torch.Size([2, 0]),
+    "values.device": torch.device("cuda:1"),
+    "values.layout": torch.strided,
+    "values.memory_format": torch.channels_last,
+    "worker.id": 10,
+    "worker.same": "on all ranks",
+}
+
+
+def own_tensors(rank: int) -> dict[str, bytes]:
+    """What each rank has for itself."""
+    running = {"buffers.running": count("f4", 10 * rank, 4).tobytes()} if rank else {}
+    return {**running, "rng.state": bytes(range(rank, rank + 5))}
+
+
+def own_values(rank: int) -> dict[str, Any]:
+    """What each rank has for itself."""
+    worker = {"worker.id": 10 + rank} if rank else {}
+    numpy = np.array([0, rank, 2 * rank], "u4")
+    return {**worker, "rng.python": (3, (rank, rank + 1), None), "rng.numpy": numpy}
+
+
+def data_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def file_of(rank: int) -> Path:
+    return STEP / ATTEMPT / f"rank-{rank:05d}-of-{WORLD_SIZE:05d}.safetensors"
+
+
+# --- this package ---
+
+
+def test_dcp_loads_every_tensor_and_value_in_one_process() -> None:
+    """A checkpoint of three ranks loads into plain tensors, in dtype, shape and bits; values in type too."""
+    manifest = Checkpoint.open(open_store(STEP)).manifest
+    known = {f"dtypes.{name}" for name in DTYPES.values() if hasattr(torch, name)}
+    blanks: dict[Any, Any] = {}
+    for row in manifest.tensors:
+        if row.path[0] != "dtypes":
+            blanks[row.path] = torch.zeros(row.shape, dtype=getattr(torch, TORCH_NAME[row.dtype]))
+        elif row.name in known or row.name == "dtypes.bool":
+            raw = torch.zeros(2 * ITEMSIZE.get(row.dtype, 1), dtype=torch.uint8)
+            blanks[row.path] = raw.view(getattr(torch, row.path[1]))
+    blanks |= dict.fromkeys(manifest.values)
+    state = unflatten(blanks.items())
+    dcp.load(state, storage_reader=ShardedStorageReader(STEP), planner=ReshardLoadPlanner())
+    loaded = {path_name(path): functools.reduce(lambda n, part: n[part], path, state) for path in blanks}
+    for name, (_, shape, data) in TENSORS.items():
+        if name in loaded:
+            tensor = loaded.pop(name)
+            assert (tuple(tensor.shape), data_of(tensor)) == (shape, data), name
+    assert {n: bits(v) for n, v in loaded.items()} == {n: bits(v) for n, v in VALUES.items()}
+    assert loaded["values.defaultdict"].default_factory is list
+
+
+TORCH_NAME = {**DTYPES, "BOOL": "bool"}
+
+
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+def test_each_rank_has_its_own_tensors_and_values(rank: int) -> None:
+    """What is declared rank-local, and what differs, stands in each rank's file, and nothing else does."""
+    checkpoint = Checkpoint.open(open_store(STEP))
+    header = checkpoint.header(rank)
+    assert (header.rank, header.step, header.attempt) == (rank, 42, ATTEMPT)
+    values = {path_name(path): bits(CODEC.decode(value)) for path, value in header.values.items()}
+    assert values == {name: bits(value) for name, value in own_values(rank).items()}
+    assert header.own == own_tensors(rank).keys()
+    pieces = {name: checkpoint.own_piece(rank, name) for name in header.own}
+    images = checkpoint.read(piece for piece in pieces.values() if piece is not None)
+    found = {name: data_of(piece_tensor(images, piece)) for name, piece in pieces.items() if piece}
+    assert found == own_tensors(rank)
+
+
+def test_manifest_says_what_was_saved() -> None:
+    """Step, generation, ranks and the names of what is not the same everywhere."""
+    manifest = Manifest.from_bytes((STEP / "manifest.json").read_bytes(), "golden")
+    assert (manifest.step, manifest.generation, manifest.world_size) == (42, 1, WORLD_SIZE)
+    assert (manifest.attempt, manifest.created) == (ATTEMPT, "2026-01-01T00:00:00+00:00")
+    assert [path_name(p) for p in manifest.rank_local] == ["rng.state", "rng.python", "rng.numpy"]
+    assert [path_name(p) for p in manifest.varying] == ["buffers.running", "worker.id"]
+    assert {r.name: (r.dtype, r.shape) for r in manifest.tensors} == {
+        name: (dtype, shape) for name, (dtype, shape, _) in TENSORS.items()
+    }
+
+
+def test_nothing_is_damaged() -> None:
+    """Every byte has the digest that was written with it."""
+    assert list(find_damage(Checkpoint.open(open_store(STEP)))) == []
+
+
+# --- written as then ---
+
+
+def test_manifest_is_written_byte_for_byte_as_then() -> None:
+    """The same manifest becomes the same file, and the same values the same typed JSON."""
+    content = (STEP / "manifest.json").read_bytes()
+    manifest = Manifest.from_bytes(content, "golden")
+    assert manifest.to_bytes() == content
+    for path, encoded in manifest.values.items():
+        assert CODEC.encode(CODEC.decode(encoded), path_name(path)) == encoded
+
+
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+def test_shard_header_is_written_byte_for_byte_as_then(rank: int) -> None:
+    """The same contents become the same header."""
+    content = file_of(rank).read_bytes()
+    region = content[: 8 + int.from_bytes(content[:8], "little")]
+    assert ShardHeader.from_bytes(region, "golden").to_bytes() == region
+
+
+# --- the safetensors library, and docs/format.md ---
+
+
+@pytest.mark.parametrize("rank", range(WORLD_SIZE))
+def test_safetensors_reads_every_shard(rank: int) -> None:
+    """Every entry is a tensor for the safetensors library; no bytes lie outside of the entries."""
+    with safe_open(file_of(rank), "np") as shard:
+        about = json.loads(shard.metadata()["fsdp_ckpt"])
+        assert set(shard.keys()) == set(about["entries"])
+    with safe_open(file_of(rank), "pt") as shard:
+        found = {key: data_of(shard.get_tensor(key)) for key in shard.keys()}  # noqa: SIM118
+    content = file_of(rank).read_bytes()
+    data_offset = 8 + int.from_bytes(content[:8], "little")
+    assert data_offset % 4096 == 0
+    header = json.loads(content[8:data_offset])
+    in_order = sorted(about["entries"], key=lambda key: header[key]["data_offsets"])
+    assert b"".join(found[key] for key in in_order) == content[data_offset:]
+    widths = [ITEMSIZE.get(about["entries"][key][1], 1) for key in in_order]
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_a_reader_after_the_specification_finds_every_tensor() -> None:
+    """docs/format.md is enough to read a checkpoint: safetensors, JSON and the rules for chunks."""
+    content = (STEP / "manifest.json").read_bytes()
+    body, _, tail = content.rpartition(b',"digest":"')
+    assert tail == f'{xxhash.xxh3_64_hexdigest(body)}"}}'.encode()
+    document = json.loads(content)
+    assert (document["format"], document["version"]) == ("fsdp_ckpt", 1)
+    shards = [read_shard(*row) for row in document["files"]]
+    found = {}
+    for path, dtype, shape, layout, replica in document["tensors"]:
+        name = ".".join(str(part[0] if isinstance(part, list) else part) for part in path)
+        width = ITEMSIZE.get(dtype, 1)
+        whole = np.zeros((*shape, width), np.uint8)
+        held = np.zeros(shape, int)
+        for rank, offsets, sizes in chunks_of(document, layout, shape, replica):
+            region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
+            data = np.frombuffer(shards[rank][name, tuple(offsets)], np.uint8)
+            whole[region] = data.reshape(*sizes, width)
+            held[region] += 1
+        assert (held == 1).all(), name
+        found[name] = (dtype, tuple(shape), whole.tobytes())
+    assert found == TENSORS
+
+
+def read_shard(
+    name: str, num_bytes: int, data_offset: int, digest: str
+) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    """Return (tensor's name, offsets) -> bytes of the chunk, without what is the rank's own."""
+    content = (STEP / name).read_bytes()
+    assert len(content) == num_bytes
+    assert xxhash.xxh3_64_hexdigest(content[:data_offset]) == digest
+    header = json.loads(content[8:data_offset])
+    about = json.loads(header["__metadata__"]["fsdp_ckpt"])
+    data, blocks = content[data_offset:], about["digests"]
+    for i in range(0, len(data), blocks["block_bytes"]):
+        block = data[i : i + blocks["block_bytes"]]
+        at = i // blocks["block_bytes"] * 16
+        assert xxhash.xxh3_64_hexdigest(block) == blocks["blocks"][at : at + 16]
+    chunks = {}
+    for key, (path, _, _, offsets, *flags) in about["entries"].items():
+        start, stop = header[key]["data_offsets"]
+        tensor = ".".join(str(part[0] if isinstance(part, list) else part) for part in path)
+        if "own" not in flags:
+            chunks[tensor, tuple(offsets)] = data[start:stop]
+    return chunks
+
+
+Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
+
+
+def chunks_of(
+    document: dict[str, Any], layout: int, shape: list[int], replica: int
+) -> list[Chunk]:
+    """Return the chunks that are stored."""
+    rule = document["layouts"][layout]
+    if "chunks" in rule:
+        return [(rank, offsets, sizes) for rank, offsets, sizes in rule["chunks"]]
+    mesh = document["meshes"][rule["mesh"]]
+    ranks = mesh.get("ranks", list(range(math.prod(mesh["shape"]))))
+    found = []
+    for rank, where in zip(ranks, np.ndindex(*mesh["shape"]), strict=True):
+        if "flat" in rule:
+            of, boxes = where[0], flat_boxes(rule["flat"], shape, where[1])
+        else:
+            of, boxes = mesh_box(mesh["shape"], rule["placements"], shape, where)
+        found += [(rank, *box) for box in boxes if of == replica and 0 not in box[1]]
+    return found
+
+
+Box = tuple[list[int], list[int]]  # offsets, sizes
+
+
+def mesh_box(
+    mesh_shape: list[int], placements: list[str], shape: list[int], where: tuple[int, ...]
+) -> tuple[int, list[Box]]:
+    """Return the replica and the chunk at a place in the mesh."""
+    replica, order = 0, list[int]()
+    for axis, placement in enumerate(placements):
+        if placement == "R":
+            replica = replica * mesh_shape[axis] + where[axis]
+    for axis in reversed(range(len(placements))):
+        if placements[axis] == "R":
+            continue
+        dim, _, split = placements[axis].partition("/")
+        position, pieces = 0, 1
+        while pieces != int(split or 1):
+            if placements[order[position]].partition("/")[0] == dim:
+                pieces *= mesh_shape[order[position]]
+            position += 1
+        order.insert(position, axis)
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis in order:
+        dim = int(placements[axis].partition("/")[0][1:])
+        piece = -(-sizes[dim] // mesh_shape[axis])
+        start = min(where[axis] * piece, sizes[dim])
+        offsets[dim], sizes[dim] = offsets[dim] + start, min(piece, sizes[dim] - start)
+    return replica, [(offsets, sizes)]
+
+
+def flat_boxes(flat: list[int], shape: list[int], shard: int) -> list[Box]:
+    """Return the chunks of one shard: runs of elements, joined into boxes as long as they are boxes."""
+    shard_elements, start = flat
+    low = max(shard * shard_elements - start, 0)
+    high = min((shard + 1) * shard_elements - start, math.prod(shape))
+    boxes = []
+    while low < high:
+        # The largest box that starts here: whole steps of the outermost dim that fits.
+        for dim in range(len(shape) + 1):
+            run = math.prod(shape[dim:])
+            if low % run == 0 and low + run <= high:
+                break
+        outer = shape[: dim - 1] if dim else []
+        length = shape[dim - 1] if dim else 1
+        place = list(np.unravel_index(low // run, [*outer, length]))
+        steps = min((high - low) // run, length - int(place[-1])) if dim else 1
+        offsets = [*map(int, place if dim else []), *[0] * (len(shape) - dim)]
+        sizes = [*[1] * (dim - 1 if dim else 0), *([steps] if dim else []), *shape[dim:]]
+        boxes.append((offsets, sizes))
+        low += steps * run
+    return boxes
+
+
+def test_flat_boxes_are_those_of_the_package() -> None:
+    """The rule for flat shards, written twice, gives the same chunks."""
+    from fsdp_ckpt.plan.flat import flat_range_boxes
+
+    shapes = ([], [5], [4, 5], [2, 3, 4], [1, 1], [3, 1, 2])
+    for shape, size in itertools.product(shapes, range(1, 9)):
+        for shard in range(-(-math.prod(shape) // size)):
+            low, high = shard * size, min((shard + 1) * size, math.prod(shape))
+            ours = [(list(b.offsets), list(b.sizes)) for b in flat_range_boxes(tuple(shape), low, high)]
+            assert flat_boxes([size, 0], shape, shard) == ours, (shape, low, high)
