@@ -217,6 +217,12 @@ def _check_sharded(name: str, holders: Mapping[int, Item]) -> None:
                 rank=rank,
                 key=name,
             )
-    if first.layout is not None and not set(first.layout.ranks) <= set(holders):
-        absent = min(set(first.layout.ranks) - set(holders))
-        raise MismatchError(f"{name}: rank {absent} of its mesh does not hold it", rank=absent, key=name)
+    layout = first.layout
+    if layout is not None:
+        # A rank without elements of a flat parameter may have no state for it either.
+        chunks = (layout.chunks(first.shape, replica) for replica in range(layout.num_replicas))
+        absent = {int(rank) for held in chunks for rank in held.ranks} - set(holders)
+        if absent:
+            raise MismatchError(
+                f"{name}: rank {min(absent)} of its mesh does not hold it", rank=min(absent), key=name
+            )

@@ -102,6 +102,8 @@ class _LocalFolder:
             self._partial.create(INDEX_NAME, index)
         _remove_weights(self._store)
         with mapped_os_errors(self._store.url):
+            # The older index is gone for good before a file that it names changes.
+            _sync_folder(self._store.url)
             self._rename([*self._companions, *self._names])
             if index is not None:
                 self._rename([INDEX_NAME])
@@ -142,6 +144,8 @@ class _ObjectFolder:
 
     def publish(self, index: bytes | None) -> None:
         if index is not None:
+            # Noted first: it may be there although the answer was lost, and is then the first to go.
+            self._names.insert(0, INDEX_NAME)
             self._store.create(INDEX_NAME, index)
 
     def discard(self) -> None:
@@ -202,7 +206,7 @@ def read_companions(store: Store) -> dict[str, bytes]:
 
 
 def _sync_folder(path: str) -> None:
-    """Make renames in a folder durable."""
+    """Make removals and renames in a folder durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -89,7 +89,8 @@ def _unit(owner: Any, handle: Any, model: nn.Module, paths: dict[int, str]) -> F
     flat_param = handle.flat_param
     mesh = _mesh(owner, handle)
     rank = dist.get_rank()
-    local = (flat_param._local_shard if handle.uses_sharded_strategy else flat_param).detach()
+    # Before the first forward the flat parameter itself is the shard.
+    local = getattr(flat_param, "_local_shard", flat_param).detach()
     shard_elements = local.numel()
     shard = mesh.positions[rank] % mesh.shape[1]
     shown = flat_param._params or [None] * flat_param._num_params
