@@ -367,8 +367,10 @@ class CheckpointManager:
             return saved, plan
 
         saved, plan = group.run("comparing the checkpoint", compare)
+        unclaimed = group.common(planner.unclaimed)
 
         def fetch() -> Any:
+            planner.judge(unclaimed)
             fetched = reader.fetch(planner.create_local_plan())
             for path in [p for p in leaves if not planner.is_loaded(p)]:
                 del leaves[path]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,9 @@ from fsdp_ckpt.storage.shard_io import digest, read_ranges
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
+
+# Address space for a whole file, memory for the blocks that are read. MAP_NORESERVE has no name in Python 3.11.
+_SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Checkpoint:
         self.manifest = manifest
         self._headers: dict[int, ShardHeader] = {}
         self._entries: dict[int, dict[tuple[str, tuple[int, ...]], Entry]] = {}
-        self._lock = threading.Lock()
+        self._locks: dict[int, threading.Lock] = {}
 
     @classmethod
     def open(cls, store: Store) -> Checkpoint:
@@ -97,7 +101,7 @@ class Checkpoint:
         Raises:
             CorruptCheckpointError: The file is missing, short or damaged.
         """
-        with self._lock:
+        with self._locks.setdefault(rank, threading.Lock()):
             if rank not in self._headers:
                 header = self._headers[rank] = self._read_header(rank)
                 self._entries[rank] = {(e.name, e.box.offsets): e for e in header.layout.entries}
@@ -221,14 +225,16 @@ class Checkpoint:
             start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
             blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
             wanted.setdefault(piece.rank, set()).update(blocks)
-        return SourceImages(
-            {rank: self._read_file(rank, blocks, num_threads) for rank, blocks in wanted.items()}
-        )
+        # Several files at once, or one by several threads.
+        per_file = max(num_threads // max(len(wanted), 1), 1)
+        with ThreadPoolExecutor(num_threads, "fsdp_ckpt-files") as threads:
+            buffers = threads.map(lambda rank: self._read_file(rank, wanted[rank], per_file), wanted)
+            return SourceImages(dict(zip(wanted, buffers, strict=True)))
 
     def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:
         file, header = self.manifest.files[rank], self.header(rank)
         data_bytes = header.layout.data_bytes
-        buffer = mmap.mmap(-1, max(data_bytes, 1))
+        buffer = mmap.mmap(-1, max(data_bytes, 1), flags=_SPARSE)
         with self._reading(rank):
             read_ranges(
                 self.store,

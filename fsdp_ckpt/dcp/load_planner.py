@@ -69,6 +69,8 @@ class ReshardLoadPlanner(LoadPlanner):
         self._tensors: dict[str, LiveTensor] = {}
         self._rows: dict[str, TensorRow] = {}
         self.differences = LoadDifferences()
+        self.unclaimed: list[str] = []
+        self._problems: list[str] = []
 
     def set_up_planner(
         self,
@@ -92,6 +94,7 @@ class ReshardLoadPlanner(LoadPlanner):
             rank=dist.get_rank() if together else 0,
             put=lambda path, value: set_leaf(state_dict, path, value),
         )
+        self.judge(self.unclaimed)
 
     def set_up(
         self,
@@ -104,7 +107,7 @@ class ReshardLoadPlanner(LoadPlanner):
         problems: Iterable[str] = (),
         left_out: Iterable[Path] = (),
     ) -> None:
-        """Compare the leaves of a state with the checkpoint.
+        """Compare the leaves of a state with the checkpoint; :meth:`judge` tells the outcome.
 
         Args:
             leaves: Path → tensor to fill, or anything else for a value.
@@ -114,10 +117,8 @@ class ReshardLoadPlanner(LoadPlanner):
             missing: Further names that the checkpoint lacks.
             problems: Further differences that nothing allows.
             left_out: Saved paths that are passed over on purpose.
-
-        Raises:
-            MismatchError: See :meth:`set_up_planner`.
         """
+        self._manifest = manifest
         self._put, self.differences = put, LoadDifferences()
         self._paths, self._tensors = {}, {}
         self._rows = {row.name: row for row in manifest.tensors}
@@ -125,7 +126,7 @@ class ReshardLoadPlanner(LoadPlanner):
         own = dict.fromkeys(path_name(path) for path in manifest.rank_local)
         # A rank's own tensor may have another shape than the global one: it is handed over whole.
         handed_over = own.keys() | {path_name(path) for path in manifest.varying}
-        found = list(problems)
+        found = self._problems = list(problems)
         for name in missing:
             self._judge_missing(name, found)
         layouts: dict[Any, Any] = {}
@@ -146,10 +147,20 @@ class ReshardLoadPlanner(LoadPlanner):
                 live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
                 if name in self._rows:
                     found.extend(self._compare(name, live, self._rows[name]))
-        passed_over = {path_name(path) for path in left_out}
-        for name in (*self._rows, *saved_values, *own):
-            if name in self._paths or name in passed_over:
-                continue
+        claimed = self._paths.keys() | {path_name(path) for path in left_out}
+        self.unclaimed = [n for n in (*self._rows, *saved_values, *own) if n not in claimed]
+
+    def judge(self, unclaimed: Iterable[str]) -> None:
+        """Raise all differences that are not allowed, in one error.
+
+        Args:
+            unclaimed: Saved names that no rank takes: pipeline stages and partitions take their parts.
+
+        Raises:
+            MismatchError: See :meth:`set_up_planner`.
+        """
+        found, manifest = list(self._problems), self._manifest
+        for name in unclaimed:
             if matches(name, self._allow_unexpected):
                 self.differences.unexpected.append(name)
             else:

@@ -281,7 +281,7 @@ def _give_value(planner: LoadPlanner, item: ReadItem, value: Any, encoded: Json)
         mappings: FLATTEN_MAPPING = planner.mappings
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, mappings[name], value)
-        else:
-            planner.state_dict[name] = value
+        else:  # planner.state_dict may be a copy that DCP drops
+            planner.original_state_dict[name] = value
     else:
         planner.load_bytes(item, io.BytesIO(json.dumps(encoded, separators=(",", ":")).encode()))

@@ -195,13 +195,16 @@ def _rename_exclusively(temporary: str, path: str) -> None:
         # The lock dies with its holder, so a crash between here and the rename blocks no one. flock, since
         # lockf would not keep two threads of one process apart.
         fcntl.flock(fd, fcntl.LOCK_EX)
-        if os.path.exists(path):
-            raise FileExistsError(errno.EEXIST, "exists already", path)
-        os.rename(temporary, path)
+        is_mine = not os.path.exists(path)
+        if is_mine:
+            os.rename(temporary, path)
         # Only now: whoever takes the lock of a new claim file finds the name taken.
-        os.unlink(claim)
+        with suppress(FileNotFoundError):
+            os.unlink(claim)
     finally:
         os.close(fd)
+    if not is_mine:
+        raise FileExistsError(errno.EEXIST, "exists already", path)
 
 
 def _write_durably(path: str, data: bytes) -> None:

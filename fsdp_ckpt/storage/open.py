@@ -24,7 +24,7 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     Args:
         url: A path, ``file://``, or any URL that fsspec knows (``s3://bucket/run``, ``memory://run``).
             A ``PathLike`` is a local path: ``pathlib`` breaks URLs (``s3://b`` becomes ``s3:/b``).
-        **storage_options: Passed to the fsspec filesystem (credentials, endpoint).
+        **storage_options: Passed to the fsspec filesystem (credentials, endpoint); not to local files.
 
     Raises:
         StorageError: No such protocol, or a URL that went through ``pathlib``.
@@ -37,6 +37,6 @@ def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
     if not isinstance(url, str):
         return LocalStore(text)
     protocol, path = split_protocol(text)
-    if protocol in (None, "file", "local") and not storage_options:
+    if protocol in (None, "file", "local"):
         return LocalStore(path)
     return FsspecStore(text, storage_options)

@@ -164,7 +164,9 @@ def test_dcp_loads_every_tensor_and_value_in_one_process() -> None:
     blanks |= dict.fromkeys(manifest.values)
     state = unflatten(blanks.items())
     dcp.load(state, storage_reader=ShardedStorageReader(STEP), planner=ReshardLoadPlanner())
-    loaded = {path_name(path): functools.reduce(lambda n, part: n[part], path, state) for path in blanks}
+    loaded = {
+        path_name(path): functools.reduce(lambda n, part: n[part], path, state) for path in blanks
+    }
     for name, (_, shape, data) in TENSORS.items():
         if name in loaded:
             tensor = loaded.pop(name)
@@ -299,9 +301,7 @@ def read_shard(
 Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
 
 
-def chunks_of(
-    document: dict[str, Any], layout: int, shape: list[int], replica: int
-) -> list[Chunk]:
+def chunks_of(document: dict[str, Any], layout: int, shape: list[int], replica: int) -> list[Chunk]:
     """Return the chunks that are stored."""
     rule = document["layouts"][layout]
     if "chunks" in rule:
@@ -379,5 +379,7 @@ def test_flat_boxes_are_those_of_the_package() -> None:
     for shape, size in itertools.product(shapes, range(1, 9)):
         for shard in range(-(-math.prod(shape) // size)):
             low, high = shard * size, min((shard + 1) * size, math.prod(shape))
-            ours = [(list(b.offsets), list(b.sizes)) for b in flat_range_boxes(tuple(shape), low, high)]
+            ours = [
+                (list(b.offsets), list(b.sizes)) for b in flat_range_boxes(tuple(shape), low, high)
+            ]
             assert flat_boxes([size, 0], shape, shard) == ours, (shape, low, high)
