@@ -128,6 +128,8 @@ class CheckpointManager:
         self._group = RankGroup.of(process_group, timeout_s)
         self._num_threads = num_threads
         self._pool = ImagePool()
+        self._planner = ShardSavePlanner()
+        self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -141,6 +143,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Release the buffers; closing twice is fine."""
         self._pool.close()
+        self._planner = ShardSavePlanner()  # it refers to the live tensors
         self._closed = True
 
     # --- what is there ---
@@ -174,7 +177,7 @@ class CheckpointManager:
             RankFailureError: A rank did not answer in time.
         """
         self._check_open()
-        group, planner = self._group, ShardSavePlanner()
+        group, planner = self._group, self._planner
         step = self.state.progress.step
         group.run(
             "collecting the state",
@@ -182,7 +185,7 @@ class CheckpointManager:
                 self.state.collect(), rank=group.rank, world_size=group.world_size
             ),
         )
-        planner.accept(self._agree(planner.summary), group.rank, group.world_size)
+        planner.accept(self._agree(), group.rank, group.world_size)
         writer = ShardedStorageWriter(
             self._root.child(step_folder(step)).url,
             step=step,
@@ -212,14 +215,18 @@ class CheckpointManager:
             logger.info("saved step %d, %d bytes, to %s", step, info.num_bytes, info.url)
         return SaveHandle(info)
 
-    def _agree(self, summary: Summary) -> Agreement:
+    def _agree(self) -> Agreement:
         """Exchange one hash; the summaries themselves only where ranks differ."""
-        group = self._group
-        if group.all_equal(summary.fingerprint()):
-            return agree([summary] * group.world_size)
+        group, planner = self._group, self._planner
+        if group.all_equal([planner.structure, planner.content()]):
+            if self._agreed is None or self._agreed[0] != planner.structure:
+                agreement = agree([planner.summary()] * group.world_size)
+                self._agreed = planner.structure, agreement
+            return self._agreed[1]
+        self._agreed = None
         distinct: dict[str, Summary] = {}
         summaries = []
-        for encoded in group.gather(summary.to_json()):
+        for encoded in group.gather(planner.summary().to_json()):
             key = json.dumps(encoded)
             if key not in distinct:
                 distinct[key] = Summary.from_json(encoded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +27,10 @@ def bits(value: Any) -> Any:
         items = [(bits(k), bits(v)) for k, v in value.items()]
         # As for ==, order counts in an OrderedDict only.
         return kind, items if isinstance(value, OrderedDict) else sorted(items, key=repr)
-    if isinstance(value, list | tuple):
-        return kind, [bits(v) for v in value]
+    if isinstance(value, list | tuple | deque):
+        return kind, [bits(v) for v in value], getattr(value, "maxlen", None)
+    if isinstance(value, set | frozenset):
+        return kind, sorted((bits(v) for v in value), key=repr)
     return kind, repr(value)
 
 

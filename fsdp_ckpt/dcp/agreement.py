@@ -12,6 +12,7 @@ Usually all summaries are equal, so ranks exchange one hash and nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,10 @@ class Item:
     shape: tuple[int, ...] = ()
     layout: MeshLayout | FlatLayout | None = None
     digest: str = ""
+
+    def with_digest(self, content: str) -> Item:
+        """Return this item with the digest of its content."""
+        return dataclasses.replace(self, digest=content)
 
 
 @dataclass(frozen=True)

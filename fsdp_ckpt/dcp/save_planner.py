@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,18 +31,15 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from fsdp_ckpt.dcp.agreement import Agreement, Item, Summary, agree
+from fsdp_ckpt.dcp.agreement import Agreement, Summary, agree
 from fsdp_ckpt.dcp.contents import Contents
-from fsdp_ckpt.dcp.leaves import LIVE_TENSOR, leaves_of
-from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor, torch_dtype
+from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
-from fsdp_ckpt.manifest.schema import Manifest, TensorRow
-from fsdp_ckpt.manifest.tree import Path, path_name
-from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.dcp.state_view import StateView
+from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.box import Box
-from fsdp_ckpt.plan.image import Entry, ImageLayout
-from fsdp_ckpt.plan.layouts import MeshLayout
-from fsdp_ckpt.storage.shard_io import digest
+from fsdp_ckpt.plan.image import Chunk, Entry, ImageLayout
 
 __all__ = ["ShardSavePlanner"]
 
@@ -55,10 +52,9 @@ class ShardSavePlanner(SavePlanner):
     """
 
     def __init__(self) -> None:
-        self._tensors: dict[str, LiveTensor] = {}
-        self._values: dict[str, Json] = {}
-        self._summary = Summary({})
+        self._view = StateView()
         self._agreement: Agreement | None = None
+        self._layout: ImageLayout | None = None
         self._rank = 0
         self._world_size = 1
 
@@ -84,29 +80,26 @@ class ShardSavePlanner(SavePlanner):
 
     def set_up(self, state_dict: Mapping[Any, Any], *, rank: int, world_size: int) -> None:
         """Take the state apart for ``rank`` of ``world_size``; see :meth:`set_up_planner`."""
-        self._tensors, self._values, self._agreement = {}, {}, None
-        items: dict[str, Item] = {}
-        layouts: dict[Any, MeshLayout] = {}
-        for path, leaf, is_own in leaves_of(state_dict):
-            name = path_name(path)
-            if isinstance(leaf, LIVE_TENSOR):
-                live = self._tensors[name] = describe_tensor(leaf, name, rank, layouts)
-                items[name] = _tensor_item(path, live, is_own, alone=world_size == 1)
-            else:
-                value = self._values[name] = CODEC.encode(leaf, name)
-                text = json.dumps(value, separators=(",", ":"))
-                kind = "own" if is_own else "value"
-                content = "" if is_own else digest(text.encode())
-                items[name] = Item(kind=kind, path=path, digest=content)  # type: ignore[arg-type]
-        self._summary = Summary(items)
+        if not self._view.look_at(state_dict, rank=rank, world_size=world_size):
+            self._layout = None
 
     @property
+    def structure(self) -> str:
+        """Digest of names, kinds, dtypes, shapes and shardings, as this rank sees them."""
+        return self._view.structure
+
+    def content(self) -> str:
+        """Return the digest of what is expected to be equal on all ranks."""
+        return self._view.content()
+
     def summary(self) -> Summary:
-        """What this rank tells the others."""
-        return self._summary
+        """Return what this rank tells the others where digests differ."""
+        return self._view.summary()
 
     def accept(self, agreement: Agreement, rank: int, world_size: int) -> None:
-        """Take over what all ranks agreed on."""
+        """Take over what all ranks agreed on; the same object again costs nothing."""
+        if agreement is not self._agreement or (rank, world_size) != (self._rank, self._world_size):
+            self._layout = None
         self._agreement, self._rank, self._world_size = agreement, rank, world_size
 
     @property
@@ -118,31 +111,42 @@ class ShardSavePlanner(SavePlanner):
 
     def contents(self) -> Contents:
         """Return what this rank writes."""
-        agreement = self.agreement
+        agreement, view = self.agreement, self._view
         own = agreement.own.get(self._rank, frozenset())
-        chunks = [
-            (row.name, row.dtype, row.shape, box)
-            for row in agreement.tensors
-            for box in self._boxes_to_write(row)
-            if box.num_elements
-        ]
-        for name in sorted(own & self._tensors.keys()):
-            live = self._tensors[name]
-            box = Box.whole(tuple(live.local.shape))
-            chunks.append((name, live.dtype, tuple(live.local.shape), box))
-        items = self._summary.items
+        if self._layout is None:
+            self._layout = ImageLayout.pack([*self._global_chunks(), *self._own_chunks(own)])
+        layout = self._layout
         return Contents(
-            layout=ImageLayout.pack(chunks),
-            paths={name: items[name].path for name, *_ in chunks},
+            layout=layout,
+            paths={entry.name: view.path_of(entry.name) for entry in layout.entries},
             resolve=lambda entry: self._part(entry.name, entry.box.offsets),
-            own=frozenset(own & self._tensors.keys()),
-            own_values={items[n].path: self._values[n] for n in self._values if n in own},
+            own=frozenset(name for name in own if view.has_tensor(name)),
+            own_values={view.path_of(n): v for n, v in view.values.items() if n in own},
             global_values={
-                items[name].path: self._values[name]
+                view.path_of(name): view.values[name]
                 for name, owner in agreement.value_owners.items()
                 if owner == self._rank
             },
         )
+
+    def _global_chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of which this rank is the one writer among the ranks that hold them."""
+        for row in self.agreement.tensors:
+            if self._view.has_tensor(row.name) and row.layout.replica_of(self._rank) == row.replica:
+                for box, _ in self._view.live(row.name).parts:
+                    if box.num_elements:
+                        yield row.name, row.dtype, row.shape, box
+
+    def _own_chunks(self, own: frozenset[str]) -> Iterator[Chunk]:
+        for name in sorted(own):
+            if self._view.has_tensor(name):
+                live = self._view.live(name)
+                shape = tuple(live.local.shape)
+                yield name, live.dtype, shape, Box.whole(shape)
+
+    def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
+        parts = self._view.live(name).parts
+        return next(local for box, local in parts if box.offsets == offsets)
 
     def draft_manifest(self) -> Manifest:
         """Return the manifest as far as it is known before anything is written; the writer completes it."""
@@ -156,21 +160,11 @@ class ShardSavePlanner(SavePlanner):
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
 
-    def _boxes_to_write(self, row: TensorRow) -> Iterable[Box]:
-        """Return the chunks of which this rank is the one writer among the ranks that hold them."""
-        live = self._tensors.get(row.name)
-        if live is None or row.layout.replica_of(self._rank) != row.replica:
-            return ()
-        return (box for box, _ in live.parts)
-
-    def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
-        return next(local for box, local in self._tensors[name].parts if box.offsets == offsets)
-
     # --- DCP's five calls ---
 
     def create_local_plan(self) -> SavePlan:
         """Return a plan without items: what travels is the summary."""
-        return SavePlan([], planner_data=self._summary.to_json())
+        return SavePlan([], planner_data=self.summary().to_json())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Agree; called by the coordinator.
@@ -206,29 +200,8 @@ class ShardSavePlanner(SavePlanner):
         """Return the live local tensor, or the value as typed JSON."""
         name = write_item.index.fqn
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(json.dumps(self._values[name], separators=(",", ":")).encode())
+            return io.BytesIO(json.dumps(self._view.values[name], separators=(",", ":")).encode())
         return self._part(name, tuple(write_item.index.offset or ()))
-
-
-def _tensor_item(path: Path, live: LiveTensor, is_own: bool, *, alone: bool) -> Item:
-    if is_own:
-        return Item(kind="own", path=path)
-    # A DTensor's content differs by design; a plain tensor's must not go unnoticed.
-    content = "" if live.layout is not None or alone else tensor_digest(live.local)
-    return Item(
-        kind="tensor",
-        path=path,
-        dtype=live.dtype,
-        shape=live.shape,
-        layout=live.layout,
-        digest=content,
-    )
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the digest of a tensor's bytes, row-major."""
-    host = tensor.detach().to("cpu").contiguous()
-    return digest(host.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _tensor_write_item(entry: Entry) -> WriteItem:

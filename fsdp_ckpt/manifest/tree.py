@@ -22,6 +22,7 @@ __all__ = [
     "ListIndex",
     "Path",
     "TupleIndex",
+    "children_of",
     "flatten",
     "path_from_json",
     "path_name",
@@ -67,7 +68,7 @@ def flatten(state: Mapping[Any, Any], is_target: Callable[[Any], bool]) -> dict[
             raise UnencodableStateError(
                 f"{path_name(path[:3])}: nested deeper than {MAX_DEPTH} levels, or containing itself"
             )
-        children = _children(value, path, is_target)
+        children = children_of(value, path, is_target)
         if children is None:
             leaves[path] = value
             return
@@ -85,7 +86,7 @@ def flatten(state: Mapping[Any, Any], is_target: Callable[[Any], bool]) -> dict[
     return leaves
 
 
-def _children(
+def children_of(
     value: Any, path: Path, is_target: Callable[[Any], bool]
 ) -> Iterable[tuple[Any, Any]] | None:
     """Return (path element, child) pairs, or ``None`` where ``value`` is a leaf."""

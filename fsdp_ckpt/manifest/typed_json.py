@@ -89,6 +89,8 @@ class Codec:
             if extension.matches(value):
                 return {"$": extension.tag, **extension.encode(value, key)}
         if kind is list:
+            if all(type(v) is str for v in value):  # thousands of names
+                return list(value)
             return self._encode_items(value, key, depth)
         if kind is dict:
             return self._encode_dict(value, key, depth)

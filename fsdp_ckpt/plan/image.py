@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Entry", "ImageLayout", "blocks_of", "coalesce_blocks"]
+__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Chunk", "Entry", "ImageLayout", "blocks_of", "coalesce_blocks"]
 
 PAGE_BYTES = 4096
+Chunk: TypeAlias = tuple[str, str, tuple[int, ...], Box]  # name, dtype, global shape, box
+
 BLOCK_BYTES = 4 * 1024 * 1024  # one digest each: the unit of a verified read
 
 
@@ -55,7 +58,7 @@ class ImageLayout:
     data_bytes: int
 
     @classmethod
-    def pack(cls, chunks: Iterable[tuple[str, str, tuple[int, ...], Box]]) -> ImageLayout:
+    def pack(cls, chunks: Iterable[Chunk]) -> ImageLayout:
         """Lay out (name, dtype, shape, box) chunks.
 
         Several chunks of one tensor get the keys ``name``, ``name#1``, ``name#2`` ...

@@ -80,7 +80,7 @@ def _add(
 ) -> None:
     first = first_names.setdefault(id(tensor), name)
     if first == name:
-        found.tensors[name] = tensor.detach()
+        found.tensors[name] = tensor
     else:
         found.tied[name] = first
 

@@ -151,7 +151,9 @@ def test_ranges_read_back(store: Store) -> None:
     store.read_into("k", 3, memoryview(bytearray()))
 
 
-@pytest.mark.parametrize(("start", "length"), [(0, len(DATA) + 1), (len(DATA), 1), (len(DATA) + 9, 5), (2**40, 1)])
+@pytest.mark.parametrize(
+    ("start", "length"), [(0, len(DATA) + 1), (len(DATA), 1), (len(DATA) + 9, 5), (2**40, 1)]
+)
 def test_ranges_beyond_the_end_are_errors(store: Store, start: int, length: int) -> None:
     """A short object is an error of the store, never a short read."""
     put(store, "k", DATA)
@@ -169,7 +171,9 @@ def test_writers_take_bytes_in_the_order_they_ask_for(store: Store) -> None:
         writer.abort()
         return
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda span: writer.write_at(span[0], memoryview(span[1])), reversed(spans)))
+        list(
+            threads.map(lambda span: writer.write_at(span[0], memoryview(span[1])), reversed(spans))
+        )
     writer.commit()
     assert store.read("k") == DATA
 
@@ -311,7 +315,13 @@ def test_absent_roots_are_empty(open_it: OpenStore) -> None:
 
 def test_listings_show_one_level(store: Store) -> None:
     """Files with their sizes, folders by name and sorted, nothing from further below."""
-    for key, data in {"b": b"12", "a": b"", "z/deep/k": b"123", "c/k": b"1234", "c2/k": b""}.items():
+    for key, data in {
+        "b": b"12",
+        "a": b"",
+        "z/deep/k": b"123",
+        "c/k": b"1234",
+        "c2/k": b"",
+    }.items():
         put(store, key, data)
     assert store.list_files() == {"a": 0, "b": 2}
     assert store.list_folders() == ["c", "c2", "z"]
@@ -431,7 +441,10 @@ def test_files_beyond_the_limit_are_refused(tmp_path: pathlib.Path) -> None:
 def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A file system of one megabyte."""
     mounted = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    if os.geteuid() != 0 or subprocess.run(mounted, capture_output=True, check=False).returncode != 0:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(mounted, capture_output=True, check=False).returncode != 0
+    ):
         pytest.skip("mounting a small disk is not permitted here")
     try:
         yield tmp_path
@@ -453,7 +466,7 @@ def test_a_full_disk_is_an_error(small_disk: pathlib.Path) -> None:
 
 
 def test_errors_of_client_libraries_are_mapped() -> None:
-    """Whatever a filesystem raises comes as an error of the store, one line, and is never taken for absence."""
+    """Whatever a filesystem raises comes as an error of the store, never as absence."""
     store = FsspecStore("broken://root")
     for verb in (
         lambda: store.read("k"),
@@ -494,7 +507,16 @@ def test_paths_open_local_stores(tmp_path: pathlib.Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     root = tmp_path / "run"
-    for url in (root, str(root), f"{root}/", f"file://{root}", f"local://{root}", "run", pathlib.Path("run"), "~/run"):
+    for url in (
+        root,
+        str(root),
+        f"{root}/",
+        f"file://{root}",
+        f"local://{root}",
+        "run",
+        pathlib.Path("run"),
+        "~/run",
+    ):
         store = open_store(url)
         assert isinstance(store, LocalStore)
         assert store.url == str(root)
@@ -515,7 +537,7 @@ def test_urls_open_the_filesystem_they_name() -> None:
     bare = open_store("memory://")
     assert root in bare.list_folders()
     assert bare.child(root).list_folders() == open_store(f"memory://{root}").list_folders()
-    assert isinstance(open_store("file:///tmp/x", auto_mkdir=True), FsspecStore)
+    assert isinstance(open_store("file:///tmp/x", endpoint="of S3"), LocalStore)
 
 
 @pytest.mark.parametrize(
@@ -548,12 +570,21 @@ def seal(digests: Sequence[str]) -> bytes:
 
 def write_blocks(store: Store, data: bytes, key: str = "a/shard", **options: Any) -> str:
     return write_shard(
-        store, key, image_of(data), data_offset=HEADER, block_bytes=BLOCK, **({"seal": seal} | options)
+        store,
+        key,
+        image_of(data),
+        data_offset=HEADER,
+        block_bytes=BLOCK,
+        **({"seal": seal} | options),
     )
 
 
 def read_blocks(
-    store: Store, data: bytes, ranges: Sequence[tuple[int, int]], key: str = "a/shard", num_threads: int = 2
+    store: Store,
+    data: bytes,
+    ranges: Sequence[tuple[int, int]],
+    key: str = "a/shard",
+    num_threads: int = 2,
 ) -> bytearray:
     """Read ranges of a shard that should hold ``data``."""
     buffer = bytearray(len(data))
@@ -678,10 +709,10 @@ class FailingStore:
         return getattr(self._store, name)
 
 
+@pytest.mark.parametrize(("verb", "number"), [("write_at", 1), ("write_at", 2), ("commit", 1)])
 @pytest.mark.parametrize(
-    ("verb", "number"), [("write_at", 1), ("write_at", 2), ("commit", 1)]
+    "error", [StorageError("no space"), ZeroDivisionError(), KeyboardInterrupt()], ids=repr
 )
-@pytest.mark.parametrize("error", [StorageError("no space"), ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
 def test_a_failing_write_fails_the_shard(
     store: Store, verb: str, number: int, error: BaseException
 ) -> None:

@@ -1,7 +1,7 @@
 """Version 1 of the format stays readable for ever: a checkpoint that was written when it was new.
 
-Three readers: this package, the safetensors library alone, and a reader that is written after docs/format.md
-and shares no code with the package. What all of them must find is spelt out here.
+Three readers: this package, the safetensors library, and ``plain_reader``, written after docs/format.md.
+What all of them must find is spelt out here. ``make_golden.py`` wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from safetensors import safe_open
 
 from fsdp_ckpt import ReshardLoadPlanner, ShardedStorageReader
@@ -31,8 +30,11 @@ from fsdp_ckpt.dcp.reader import piece_tensor
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.shard import ShardHeader
 from fsdp_ckpt.manifest.tree import path_name, unflatten
+from fsdp_ckpt.plan.flat import flat_range_boxes
+from fsdp_ckpt.plan.mesh import Mesh, MeshLayout, Placement
 from fsdp_ckpt.storage.open import open_store
 from tests.bits import bits
+from tests.golden.plain_reader import ITEMSIZE, flat_boxes, read_tensors
 
 STEP = Path(__file__).resolve().parent / "v1" / "step-000000042"
 ATTEMPT = "20260101T000000-0123456789ab"
@@ -46,8 +48,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu", "F4_E2M1_X2": "float4_e2m1fn_x2",
 }  # fmt: skip
-ITEMSIZE = {"I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "C32": 4}
-ITEMSIZE |= {"I64": 8, "U64": 8, "F64": 8, "C64": 8, "C128": 16}
+TORCH_NAMES = {**DTYPES, "BOOL": "bool"}
 
 
 def count(dtype: str, start: int, *shape: int) -> np.ndarray:
@@ -153,14 +154,11 @@ def file_of(rank: int) -> Path:
 def test_dcp_loads_every_tensor_and_value_in_one_process() -> None:
     """A checkpoint of three ranks loads into plain tensors, in dtype, shape and bits; values in type too."""
     manifest = Checkpoint.open(open_store(STEP)).manifest
-    known = {f"dtypes.{name}" for name in DTYPES.values() if hasattr(torch, name)}
     blanks: dict[Any, Any] = {}
     for row in manifest.tensors:
-        if row.path[0] != "dtypes":
-            blanks[row.path] = torch.zeros(row.shape, dtype=getattr(torch, TORCH_NAME[row.dtype]))
-        elif row.name in known or row.name == "dtypes.bool":
-            raw = torch.zeros(2 * ITEMSIZE.get(row.dtype, 1), dtype=torch.uint8)
-            blanks[row.path] = raw.view(getattr(torch, row.path[1]))
+        if hasattr(torch, TORCH_NAMES[row.dtype]):  # older ones lack some
+            raw = torch.zeros(math.prod(row.shape) * ITEMSIZE.get(row.dtype, 1), dtype=torch.uint8)
+            blanks[row.path] = raw.view(getattr(torch, TORCH_NAMES[row.dtype])).reshape(row.shape)
     blanks |= dict.fromkeys(manifest.values)
     state = unflatten(blanks.items())
     dcp.load(state, storage_reader=ShardedStorageReader(STEP), planner=ReshardLoadPlanner())
@@ -173,9 +171,6 @@ def test_dcp_loads_every_tensor_and_value_in_one_process() -> None:
             assert (tuple(tensor.shape), data_of(tensor)) == (shape, data), name
     assert {n: bits(v) for n, v in loaded.items()} == {n: bits(v) for n, v in VALUES.items()}
     assert loaded["values.defaultdict"].default_factory is list
-
-
-TORCH_NAME = {**DTYPES, "BOOL": "bool"}
 
 
 @pytest.mark.parametrize("rank", range(WORLD_SIZE))
@@ -253,133 +248,26 @@ def test_safetensors_reads_every_shard(rank: int) -> None:
 
 def test_a_reader_after_the_specification_finds_every_tensor() -> None:
     """docs/format.md is enough to read a checkpoint: safetensors, JSON and the rules for chunks."""
-    content = (STEP / "manifest.json").read_bytes()
-    body, _, tail = content.rpartition(b',"digest":"')
-    assert tail == f'{xxhash.xxh3_64_hexdigest(body)}"}}'.encode()
-    document = json.loads(content)
-    assert (document["format"], document["version"]) == ("fsdp_ckpt", 1)
-    shards = [read_shard(*row) for row in document["files"]]
-    found = {}
-    for path, dtype, shape, layout, replica in document["tensors"]:
-        name = ".".join(str(part[0] if isinstance(part, list) else part) for part in path)
-        width = ITEMSIZE.get(dtype, 1)
-        whole = np.zeros((*shape, width), np.uint8)
-        held = np.zeros(shape, int)
-        for rank, offsets, sizes in chunks_of(document, layout, shape, replica):
-            region = tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))
-            data = np.frombuffer(shards[rank][name, tuple(offsets)], np.uint8)
-            whole[region] = data.reshape(*sizes, width)
-            held[region] += 1
-        assert (held == 1).all(), name
-        found[name] = (dtype, tuple(shape), whole.tobytes())
-    assert found == TENSORS
+    assert read_tensors(STEP) == TENSORS
 
 
-def read_shard(
-    name: str, num_bytes: int, data_offset: int, digest: str
-) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    """Return (tensor's name, offsets) -> bytes of the chunk, without what is the rank's own."""
-    content = (STEP / name).read_bytes()
-    assert len(content) == num_bytes
-    assert xxhash.xxh3_64_hexdigest(content[:data_offset]) == digest
-    header = json.loads(content[8:data_offset])
-    about = json.loads(header["__metadata__"]["fsdp_ckpt"])
-    data, blocks = content[data_offset:], about["digests"]
-    for i in range(0, len(data), blocks["block_bytes"]):
-        block = data[i : i + blocks["block_bytes"]]
-        at = i // blocks["block_bytes"] * 16
-        assert xxhash.xxh3_64_hexdigest(block) == blocks["blocks"][at : at + 16]
-    chunks = {}
-    for key, (path, _, _, offsets, *flags) in about["entries"].items():
-        start, stop = header[key]["data_offsets"]
-        tensor = ".".join(str(part[0] if isinstance(part, list) else part) for part in path)
-        if "own" not in flags:
-            chunks[tensor, tuple(offsets)] = data[start:stop]
-    return chunks
-
-
-Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
-
-
-def chunks_of(document: dict[str, Any], layout: int, shape: list[int], replica: int) -> list[Chunk]:
-    """Return the chunks that are stored."""
-    rule = document["layouts"][layout]
-    if "chunks" in rule:
-        return [(rank, offsets, sizes) for rank, offsets, sizes in rule["chunks"]]
-    mesh = document["meshes"][rule["mesh"]]
-    ranks = mesh.get("ranks", list(range(math.prod(mesh["shape"]))))
-    found = []
-    for rank, where in zip(ranks, np.ndindex(*mesh["shape"]), strict=True):
-        if "flat" in rule:
-            of, boxes = where[0], flat_boxes(rule["flat"], shape, where[1])
-        else:
-            of, boxes = mesh_box(mesh["shape"], rule["placements"], shape, where)
-        found += [(rank, *box) for box in boxes if of == replica and 0 not in box[1]]
-    return found
-
-
-Box = tuple[list[int], list[int]]  # offsets, sizes
-
-
-def mesh_box(
-    mesh_shape: list[int], placements: list[str], shape: list[int], where: tuple[int, ...]
-) -> tuple[int, list[Box]]:
-    """Return the replica and the chunk at a place in the mesh."""
-    replica, order = 0, list[int]()
-    for axis, placement in enumerate(placements):
-        if placement == "R":
-            replica = replica * mesh_shape[axis] + where[axis]
-    for axis in reversed(range(len(placements))):
-        if placements[axis] == "R":
-            continue
-        dim, _, split = placements[axis].partition("/")
-        position, pieces = 0, 1
-        while pieces != int(split or 1):
-            if placements[order[position]].partition("/")[0] == dim:
-                pieces *= mesh_shape[order[position]]
-            position += 1
-        order.insert(position, axis)
-    offsets, sizes = [0] * len(shape), list(shape)
-    for axis in order:
-        dim = int(placements[axis].partition("/")[0][1:])
-        piece = -(-sizes[dim] // mesh_shape[axis])
-        start = min(where[axis] * piece, sizes[dim])
-        offsets[dim], sizes[dim] = offsets[dim] + start, min(piece, sizes[dim] - start)
-    return replica, [(offsets, sizes)]
-
-
-def flat_boxes(flat: list[int], shape: list[int], shard: int) -> list[Box]:
-    """Return the chunks of one shard: runs of elements, joined into boxes as long as they are boxes."""
-    shard_elements, start = flat
-    low = max(shard * shard_elements - start, 0)
-    high = min((shard + 1) * shard_elements - start, math.prod(shape))
-    boxes = []
-    while low < high:
-        # The largest box that starts here: whole steps of the outermost dim that fits.
-        for dim in range(len(shape) + 1):
-            run = math.prod(shape[dim:])
-            if low % run == 0 and low + run <= high:
-                break
-        outer = shape[: dim - 1] if dim else []
-        length = shape[dim - 1] if dim else 1
-        place = list(np.unravel_index(low // run, [*outer, length]))
-        steps = min((high - low) // run, length - int(place[-1])) if dim else 1
-        offsets = [*map(int, place if dim else []), *[0] * (len(shape) - dim)]
-        sizes = [*[1] * (dim - 1 if dim else 0), *([steps] if dim else []), *shape[dim:]]
-        boxes.append((offsets, sizes))
-        low += steps * run
-    return boxes
-
-
-def test_flat_boxes_are_those_of_the_package() -> None:
+def test_flat_shards_are_cut_as_specified() -> None:
     """The rule for flat shards, written twice, gives the same chunks."""
-    from fsdp_ckpt.plan.flat import flat_range_boxes
+    for shape in ([], [5], [4, 5], [2, 3, 4], [1, 1], [1, 3], [3, 1, 2], [2, 2, 1, 3]):
+        num_elements = math.prod(shape)
+        for low, high in itertools.combinations(range(num_elements + 1), 2):
+            boxes = flat_range_boxes(tuple(shape), low, high)
+            expected = [(list(box.offsets), list(box.sizes)) for box in boxes]
+            assert flat_boxes(shape, low, high) == expected, (shape, low, high)
 
-    shapes = ([], [5], [4, 5], [2, 3, 4], [1, 1], [3, 1, 2])
-    for shape, size in itertools.product(shapes, range(1, 9)):
-        for shard in range(-(-math.prod(shape) // size)):
-            low, high = shard * size, min((shard + 1) * size, math.prod(shape))
-            ours = [
-                (list(b.offsets), list(b.sizes)) for b in flat_range_boxes(tuple(shape), low, high)
-            ]
-            assert flat_boxes([size, 0], shape, shard) == ours, (shape, low, high)
+
+@pytest.mark.parametrize(
+    ("placements", "starts"),
+    [("S0 S0", [0, 2, 3, 4]), ("S0/2 S0", [0, 3, 2, 4]), ("R S0", [0, 3, 0, 3])],
+)
+def test_examples_of_the_specification(placements: str, starts: list[int]) -> None:
+    """The table in docs/format.md: shape [5, 3] on a mesh of 2 x 2."""
+    parsed = tuple(map(Placement.parse, placements.split()))
+    layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), parsed)
+    boxes = [layout.box_of((5, 3), rank) for rank in range(4)]
+    assert [box.offsets[0] for box in boxes if box] == starts

@@ -101,6 +101,11 @@ PLANNERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+LISTS_OF_DICTS = pytest.mark.xfail(
+    reason="DCP's planners take lists of dicts apart, ours only lists that hold a tensor"
+)
+
+
 @pytest.mark.parametrize("planners", PLANNERS)
 def test_a_state_dict_comes_back_to_the_bit(tmp_path: Path, planners: str) -> None:
     """Tensors arrive in the live memory, strided as it is; values in the dicts; Statefuls load theirs."""
@@ -119,8 +124,18 @@ def test_a_state_dict_comes_back_to_the_bit(tmp_path: Path, planners: str) -> No
         assert live[key] is tensors[key]
 
 
-def test_modules_and_optimizers_are_statefuls(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "planners",
+    [
+        "ours",
+        "DCP's",
+        pytest.param("DCP's to save", marks=LISTS_OF_DICTS),
+        pytest.param("DCP's to load", marks=LISTS_OF_DICTS),
+    ],
+)
+def test_modules_and_optimizers_are_statefuls(tmp_path: Path, planners: str) -> None:
     """Given as they are, with an optimizer's int keys, groups and step counts."""
+    save_planner, load_planner = PLANNERS[planners]
     lives = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -129,11 +144,12 @@ def test_modules_and_optimizers_are_statefuls(tmp_path: Path) -> None:
         for _ in range(2 - seed):
             model(torch.rand(4, 3)).sum().backward()
             optimizer.step()
-        lives.append({"model": model, "optimizer": optimizer})
-    save(lives[0], tmp_path / "c")
-    load(lives[1], tmp_path / "c")
-    states = [bits({k: v.state_dict() for k, v in live.items()}) for live in lives]
-    assert states[0] == states[1]
+        lives.append({"model": model, "optimizer": optimizer, "values": {"a": {"b": seed}}})
+    save(lives[0], tmp_path / "c", save_planner())
+    load(lives[1], tmp_path / "c", load_planner())
+    parts = [(live["model"].state_dict(), live["optimizer"].state_dict()) for live in lives]
+    assert bits(parts[0]) == bits(parts[1])
+    assert lives[1]["values"] == {"a": {"b": 0}}
 
 
 def test_what_dcp_cannot_keep_is_kept(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import json
 import pickle
 from typing import Any
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ckpt import errors
@@ -73,7 +72,12 @@ def make_error(
 
 def errors_with(failures: st.SearchStrategy[dict[int, Exception]]) -> st.SearchStrategy[Any]:
     return st.builds(
-        make_error, st.sampled_from(list(BUILT_IN_BASES)), st.text(), PLACES, st.booleans(), failures
+        make_error,
+        st.sampled_from(list(BUILT_IN_BASES)),
+        st.text(),
+        PLACES,
+        st.booleans(),
+        failures,
     )
 
 
@@ -120,6 +124,7 @@ def test_all_is_exact() -> None:
     assert sorted(defined) == errors.__all__
 
 
+@settings(deadline=None)
 @given(ERRORS)
 def test_messages_are_one_line(error: CheckpointError) -> None:
     """Whatever a message is made of, it is one line without a ragged edge."""
@@ -127,6 +132,7 @@ def test_messages_are_one_line(error: CheckpointError) -> None:
     assert str(error) == str(error).strip()
 
 
+@settings(deadline=None)
 @given(ERRORS)
 def test_errors_survive_pickle(error: CheckpointError) -> None:
     """An unpickled or copied error says the same."""
@@ -135,6 +141,7 @@ def test_errors_survive_pickle(error: CheckpointError) -> None:
     assert facts_of(copy.copy(error)) == facts_of(error)
 
 
+@settings(deadline=None)
 @given(ERRORS)
 def test_errors_survive_json(error: CheckpointError) -> None:
     """An error that travels to other ranks as JSON says the same there."""
@@ -144,7 +151,9 @@ def test_errors_survive_json(error: CheckpointError) -> None:
 
 def test_foreign_errors_travel_by_name() -> None:
     """A foreign error becomes the root of the tree; its type and first words stay in the message."""
-    error = RankFailureError("it failed", failures={3: ZeroDivisionError("by\nzero"), 5: KeyError()})
+    error = RankFailureError(
+        "it failed", failures={3: ZeroDivisionError("by\nzero"), 5: KeyError()}
+    )
     back = error_from_json(json.loads(json.dumps(error_to_json(error))))
     assert isinstance(back, RankFailureError)
     assert {rank: type(e) for rank, e in back.failures.items()} == dict.fromkeys(

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ckpt.dcp.live import torch_dtype
@@ -62,6 +62,7 @@ def chunk_lists(draw: st.DrawFn) -> list[tuple[str, str, tuple[int, ...], Box]]:
     return chunks
 
 
+@settings(deadline=None)
 @given(chunk_lists())
 def test_entries_are_packed_without_gaps_and_aligned(
     chunks: list[tuple[str, str, tuple[int, ...], Box]],
@@ -79,6 +80,7 @@ def test_entries_are_packed_without_gaps_and_aligned(
     assert ImageLayout.pack(chunks) == layout
 
 
+@settings(deadline=None)
 @given(chunk_lists())
 def test_keys_are_unique_and_readable(
     chunks: list[tuple[str, str, tuple[int, ...], Box]],
@@ -96,7 +98,9 @@ def test_keys_are_unique_and_readable(
 def test_further_chunks_avoid_the_names_of_other_tensors() -> None:
     """``w#1`` stays the key of the tensor of that name."""
     boxes = [Box((i,), (1,)) for i in range(3)]
-    layout = ImageLayout.pack([("w", "U8", (3,), box) for box in boxes] + [("w#1", "U8", (1,), boxes[0])])
+    layout = ImageLayout.pack(
+        [("w", "U8", (3,), box) for box in boxes] + [("w#1", "U8", (1,), boxes[0])]
+    )
     assert [(e.key, e.name) for e in layout.entries] == [
         ("w", "w"), ("w#2", "w"), ("w#3", "w"), ("w#1", "w#1"),
     ]  # fmt: skip
@@ -118,6 +122,7 @@ def test_wide_dtypes_come_first() -> None:
     assert ImageLayout.pack([]).num_blocks == 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5 * BLOCK_BYTES), st.integers(1, 5 * BLOCK_BYTES))
 def test_blocks_are_those_with_a_byte_of_the_range(start: int, num_bytes: int) -> None:
     """First and last byte of a range tell its blocks."""
@@ -127,6 +132,7 @@ def test_blocks_are_those_with_a_byte_of_the_range(start: int, num_bytes: int) -
     assert blocks == range(blocks[0], blocks[-1] + 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 12)), st.integers(0, BLOCK_BYTES - 1))
 def test_coalesced_ranges_are_few_and_exact(blocks: list[int], cut: int) -> None:
     """Ranges hold the wanted blocks and nothing else, in order, no two of them touching."""
@@ -141,6 +147,7 @@ def test_coalesced_ranges_are_few_and_exact(blocks: list[int], cut: int) -> None
     assert all(stop < start for stop, (start, _) in zip(stops, ranges[1:], strict=False))
 
 
+@settings(deadline=None)
 @given(boxed(), st.sampled_from(sorted(set(ITEMSIZES.values()))))
 def test_byte_spans_reach_from_the_first_to_the_last_element(
     boxes: tuple[Box, Box], num_bytes: int
@@ -167,6 +174,7 @@ def points_of(box: Box) -> set[tuple[int, ...]]:
     }
 
 
+@settings(deadline=None)
 @given(box_pairs())
 def test_overlap_is_the_common_elements(boxes: tuple[Box, Box]) -> None:
     """Two boxes meet in exactly the elements that both have; order does not matter."""
@@ -202,6 +210,7 @@ def everywhere(world_size: int) -> MeshLayout:
     return MeshLayout(Mesh.world(world_size), (Placement(),))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
 def test_copies_are_spread_evenly(sizes: list[int], world_size: int) -> None:
     """No rank writes more than the mean and most of one tensor; every rank chooses the same."""
@@ -230,10 +239,13 @@ def mixed_tensors(draw: st.DrawFn) -> list[tuple[int, tuple[int, ...], Layout]]:
     for _ in range(draw(st.integers(0, 12))):
         shape = (draw(st.integers(0, 40)),)
         owner = ListedLayout.of([(draw(st.integers(0, 7)), Box((0,), shape))])
-        tensors.append((draw(st.sampled_from([1, 4])), shape, draw(st.sampled_from([*layouts, owner]))))
+        tensors.append(
+            (draw(st.sampled_from([1, 4])), shape, draw(st.sampled_from([*layouts, owner])))
+        )
     return tensors
 
 
+@settings(deadline=None)
 @given(mixed_tensors())
 def test_the_choice_is_greedy_whatever_the_layouts(
     tensors: list[tuple[int, tuple[int, ...], Layout]],
@@ -275,7 +287,12 @@ def test_images_are_filled_to_the_bit() -> None:
     names = {"float64": "F64", "int32": "I32", "bool": "BOOL", "bfloat16": "BF16", "complex64": "C64",
              "float32": "F32"}  # fmt: skip
     layout = ImageLayout.pack(
-        (name, names[str(t.dtype).removeprefix("torch.")], tuple(t.shape), Box.whole(tuple(t.shape)))
+        (
+            name,
+            names[str(t.dtype).removeprefix("torch.")],
+            tuple(t.shape),
+            Box.whole(tuple(t.shape)),
+        )
         for name, t in tensors.items()
     )
     buffer = ImagePool().acquire(4096 + layout.data_bytes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -52,9 +52,7 @@ def cases(draw: st.DrawFn, *, even: bool = False, strided: bool = True) -> Case:
         placements.insert(0, Placement(dim, split))
     if even:
         factors = draw(st.tuples(*(st.integers(1, 3) for _ in shape)))
-        shape = tuple(
-            n * math.prod(mesh_shape[i] for i in cuts[d]) for d, n in enumerate(factors)
-        )
+        shape = tuple(n * math.prod(mesh_shape[i] for i in cuts[d]) for d, n in enumerate(factors))
     ranks = draw(st.permutations(range(math.prod(mesh_shape))))
     first = draw(st.integers(0, 5))
     mesh = Mesh(mesh_shape, tuple(first + rank for rank in ranks))
@@ -98,12 +96,15 @@ def hits(case_shape: tuple[int, ...], layout: Layout, replica: int) -> np.ndarra
     return count
 
 
+@settings(deadline=None)
 @given(cases())
 @example(Case((), MeshLayout(Mesh.world(4), (Placement(),)), ()))
 @example(Case((1,), MeshLayout(Mesh.world(4), (Placement(0),)), (0,)))
 @example(Case((0, 3), MeshLayout(Mesh.world(4), (Placement(0),)), (0,)))
 @example(Case((5,), MeshLayout(Mesh.world(4), (Placement(0),)), (0,)))
-@example(Case((9,), MeshLayout(Mesh((4, 2), tuple(range(8))), (Placement(0, 2), Placement(0))), (1, 0)))
+@example(
+    Case((9,), MeshLayout(Mesh((4, 2), tuple(range(8))), (Placement(0, 2), Placement(0))), (1, 0))
+)
 def test_every_rank_holds_what_torch_chunks_for_it(case: Case) -> None:
     """A rank's box is ``torch.chunk`` along each mesh axis, with the last ranks short or empty."""
     for rank, position in coordinates(case.layout.mesh):
@@ -116,12 +117,14 @@ def test_every_rank_holds_what_torch_chunks_for_it(case: Case) -> None:
         assert case.layout.boxes_of(case.shape, rank) == ([box] if box.num_elements else [])
 
 
+@settings(deadline=None)
 @given(cases(strided=False))
 def test_dtensors_are_cut_alike(case: Case) -> None:
     """DTensor's own arithmetic gives the same offsets and sizes, for every way to cut without strides."""
     check_against_dtensor(case)
 
 
+@settings(deadline=None)
 @given(cases(even=True))
 def test_strided_dtensors_are_cut_alike(case: Case) -> None:
     """Strided shards agree with DTensor's arithmetic too, where the cuts are even.
@@ -151,6 +154,7 @@ def check_against_dtensor(case: Case) -> None:
             assert box.offsets == tuple(offsets)
 
 
+@settings(deadline=None)
 @given(cases())
 def test_chunks_of_each_replica_cover_every_element_once(case: Case) -> None:
     """All chunks of one replica together are the tensor, and each is the box of the rank it names."""
@@ -164,6 +168,7 @@ def test_chunks_of_each_replica_cover_every_element_once(case: Case) -> None:
         assert found == {rank: box for rank, box in held.items() if box and box.num_elements}
 
 
+@settings(deadline=None)
 @given(cases())
 def test_replicas_hold_the_same(case: Case) -> None:
     """Replicas share out the mesh's ranks; ranks at the same place of each hold the same box."""
@@ -177,6 +182,7 @@ def test_replicas_hold_the_same(case: Case) -> None:
         assert len({layout.box_of(case.shape, rank) for rank in ranks.tolist()}) == 1
 
 
+@settings(deadline=None)
 @given(cases())
 def test_a_rank_outside_the_mesh_holds_nothing(case: Case) -> None:
     """Ranks outside the mesh have no box and no replica."""
@@ -189,9 +195,7 @@ def test_a_rank_outside_the_mesh_holds_nothing(case: Case) -> None:
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     """Draw any box inside ``shape``, empty ones too."""
-    spans = [
-        draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape
-    ]
+    spans = [draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape]
     return Box(tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
@@ -204,6 +208,7 @@ def check_overlapping(layout: Layout, shape: tuple[int, ...], replica: int, want
     assert [every[i] for i in chunks.overlapping(wanted).tolist()] == expected
 
 
+@settings(deadline=None)
 @given(cases(), st.data())
 def test_chunks_that_meet_a_box_are_found(case: Case, data: st.DataObject) -> None:
     """Computing the chunks that meet a box finds those that a look at every chunk finds."""
@@ -226,6 +231,7 @@ def flat_groups(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[FlatLayout
     ]
 
 
+@settings(deadline=None)
 @given(flat_groups())
 def test_flat_shards_are_slices_of_the_flat_group(
     group: tuple[list[tuple[int, ...]], list[FlatLayout]],
@@ -248,6 +254,7 @@ def test_flat_shards_are_slices_of_the_flat_group(
         assert layouts[0].replica_ranks[replica, shard] == rank
 
 
+@settings(deadline=None)
 @given(flat_groups(), st.data())
 def test_flat_chunks_cover_every_element_once(
     group: tuple[list[tuple[int, ...]], list[FlatLayout]], data: st.DataObject
@@ -271,13 +278,20 @@ def test_a_flat_group_too_small_is_refused() -> None:
             check_coverage("w", (8,), layout, 0)
 
 
-@given(st.one_of(st.just(Placement()), st.builds(Placement, st.integers(0, 999), st.integers(1, 10**9 - 1))))
+@settings(deadline=None)
+@given(
+    st.one_of(
+        st.just(Placement()), st.builds(Placement, st.integers(0, 999), st.integers(1, 10**9 - 1))
+    )
+)
 def test_placements_survive_as_text(placement: Placement) -> None:
     """A placement comes back from its text."""
     assert Placement.parse(str(placement)) == placement
 
 
-@pytest.mark.parametrize("text", ["", "S", "R0", "S-1", "S0/", "S0/-2", "S1000", "s0", "S0 ", "S0/2/2"])
+@pytest.mark.parametrize(
+    "text", ["", "S", "R0", "S-1", "S0/", "S0/-2", "S1000", "s0", "S0 ", "S0/2/2"]
+)
 def test_malformed_placements_are_refused(text: str) -> None:
     """What is no placement is damage, not a crash."""
     with pytest.raises(CorruptCheckpointError, match="unknown placement"):
@@ -328,7 +342,10 @@ def test_listed_chunks_stand_as_they_are() -> None:
     boxes = [Box((0, 0), (2, 3)), Box((2, 0), (0, 3)), Box((2, 0), (1, 3))]
     layout = ListedLayout.of((7 - i, box) for i, box in enumerate(boxes))
     chunks = layout.chunks((3, 3), 0)
-    assert [(int(r), chunks.box(i)) for i, r in enumerate(chunks.ranks)] == [(7, boxes[0]), (5, boxes[2])]
+    assert [(int(r), chunks.box(i)) for i, r in enumerate(chunks.ranks)] == [
+        (7, boxes[0]),
+        (5, boxes[2]),
+    ]
     assert layout.num_replicas == 1
     assert layout.ranks == (7, 5)
     assert [layout.replica_of(rank) for rank in (5, 6, 7)] == [0, None, 0]
@@ -368,6 +385,7 @@ def is_covered(shape: tuple[int, ...], boxes: list[Box]) -> bool:
     return sorted(held) == sorted(np.ndindex(*shape))
 
 
+@settings(deadline=None)
 @given(partitions(), st.data())
 def test_coverage_agrees_with_counting(
     partition: tuple[tuple[int, ...], list[Box]], data: st.DataObject
@@ -389,6 +407,7 @@ def test_coverage_agrees_with_counting(
             check_coverage("w", shape, layout, 0)
 
 
+@settings(deadline=None)
 @given(partitions(), st.data())
 def test_lost_and_doubled_chunks_are_refused(
     partition: tuple[tuple[int, ...], list[Box]], data: st.DataObject

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
@@ -58,7 +58,12 @@ def make_manifest() -> Manifest:
             row("b", (3,), everywhere(4), replica=3),
             row("f", (7, 2), FlatLayout(grid, 9, 3), replica=1),
             row("l", (2, 2), ListedLayout.of([(2, Box((0, 0), (1, 2))), (1, Box((1, 0), (1, 2)))])),
-            TensorRow(path=("s", 0, ListIndex(1), TupleIndex(2)), dtype="BF16", shape=(), layout=everywhere(4)),
+            TensorRow(
+                path=("s", 0, ListIndex(1), TupleIndex(2)),
+                dtype="BF16",
+                shape=(),
+                layout=everywhere(4),
+            ),
         ),
         files=file_rows(4),
         values={("lr",): 0.1, ("group", 0): {"$": "tuple", "v": [0.9, 0.95]}, ("none",): None},
@@ -112,11 +117,18 @@ def manifests(draw: st.DrawFn) -> Manifest:
         layout = MeshLayout(mesh, tuple(Placement(draw(dims)) for _ in mesh_shape))
         path = (f"t{i}", *draw(st.lists(parts, max_size=2)))
         replica = draw(st.integers(0, layout.num_replicas - 1))
-        tensors.append(TensorRow(path=path, dtype="I8", shape=shape, layout=layout, replica=replica))
+        tensors.append(
+            TensorRow(path=path, dtype="I8", shape=shape, layout=layout, replica=replica)
+        )
     values = draw(
         st.dictionaries(
             st.integers(0, 9).map(lambda i: (f"v{i}", i)),
-            st.one_of(st.none(), st.text(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)),
+            st.one_of(
+                st.none(),
+                st.text(),
+                st.integers(),
+                st.floats(allow_nan=False, allow_infinity=False),
+            ),
             max_size=3,
         )
     )
@@ -132,6 +144,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     )
 
 
+@settings(deadline=None)
 @given(manifests())
 def test_any_manifest_comes_back(manifest: Manifest) -> None:
     """Whatever a run consists of, its manifest is read as it was written."""
@@ -159,7 +172,18 @@ def test_every_truncation_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"\0" * 100, b"[" * 100_000, b'{"a":' * 100_000, b"1" * 9999]
+    "content",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b"\xff\xfe",
+        b"\0" * 100,
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"1" * 9999,
+    ],
 )
 def test_other_content_is_damage(content: bytes) -> None:
     """What is no manifest at all is refused like a damaged one."""
@@ -209,10 +233,11 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     **{
         f"file {name!r}": FILE_NAME(name)
         for name in (
-            "", "rank.safetensors", "../rank.safetensors", "a/../rank.safetensors", "..", "a/..safetensors",
-            "/a/rank.safetensors", "a/b/rank.safetensors", "a//rank.safetensors", "a/rank.pt", "a/.safetensors",
-            "./rank.safetensors", ".a/rank.safetensors", "a/ra nk.safetensors", "a\\rank.safetensors",
-            "a/rank.safetensors\n", "é/rank.safetensors", "s3://a/rank.safetensors", "a\0/rank.safetensors", 5, None,
+            "", "rank.safetensors", "../rank.safetensors", "a/../rank.safetensors", "..",
+            "a/..safetensors", "/a/rank.safetensors", "a/b/rank.safetensors", "a//rank.safetensors",
+            "a/rank.pt", "a/.safetensors", "./rank.safetensors", ".a/rank.safetensors",
+            "a/ra nk.safetensors", "a\\rank.safetensors", "a/rank.safetensors\n", "é/rank.safetensors",
+            "s3://a/rank.safetensors", "a\0/rank.safetensors", 5, None,
         )
     },
     "a file too few": lambda d: d["files"].pop(),
@@ -313,10 +338,19 @@ def test_every_field_must_be_there_and_of_its_type(value: Any) -> None:
 
 
 ANY_JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(["S0", "R"])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.sampled_from(["S0", "R"]),
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=4),
-        st.dictionaries(st.sampled_from(["shape", "ranks", "mesh", "placements", "flat", "chunks"]), inner),
+        st.dictionaries(
+            st.sampled_from(["shape", "ranks", "mesh", "placements", "flat", "chunks"]), inner
+        ),
     ),
     max_leaves=8,
 )
@@ -334,6 +368,7 @@ def places_in(document: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_in(part)
 
 
+@settings(deadline=None)
 @given(ANY_JSON, st.randoms(use_true_random=False))
 def test_any_change_is_accepted_whole_or_refused(other: Any, random: Any) -> None:
     """A document of which one part was replaced or lost is a sound manifest, or refused by our errors."""
@@ -367,10 +402,15 @@ def test_size_grows_with_tensors_and_ranks_not_their_product() -> None:
         tensors = tuple(
             row(f"t{i:05d}", (8192, 8192), layouts[i % 3]) for i in range(num_tensors)
         ) + tuple(
-            row(f"f{i:05d}", (8192,), FlatLayout(grid, 8192 * 8192, 8192 * i)) for i in range(num_tensors)
+            row(f"f{i:05d}", (8192,), FlatLayout(grid, 8192 * 8192, 8192 * i))
+            for i in range(num_tensors)
         )
         manifest = Manifest(
-            step=1, attempt=ATTEMPT, world_size=world_size, tensors=tensors, files=file_rows(world_size)
+            step=1,
+            attempt=ATTEMPT,
+            world_size=world_size,
+            tensors=tensors,
+            files=file_rows(world_size),
         )
         return len(manifest.to_bytes())
 

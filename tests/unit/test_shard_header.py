@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -28,8 +28,8 @@ from fsdp_ckpt.plan.image import BLOCK_BYTES, ImageLayout
 
 WHERE = "a1/rank-00001-of-00004.safetensors"
 DTYPES = [
-    "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "I16", "F16", "BF16", "U32", "I32", "F32", "U64",
-    "I64", "F64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1_X2", "C32", "C128",
+    "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U16", "I16", "F16", "BF16", "U32", "I32",
+    "F32", "U64", "I64", "F64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4_E2M1_X2", "C32", "C128",
 ]  # fmt: skip
 Chunk = tuple[tuple[Any, ...], str, tuple[int, ...], Box]
 
@@ -113,6 +113,7 @@ def headers(draw: st.DrawFn) -> ShardHeader:
     return dataclasses.replace(header, own=own, digests=tuple(digests))
 
 
+@settings(deadline=None)
 @given(headers())
 def test_any_header_comes_back_and_fills_whole_pages(header: ShardHeader) -> None:
     """Data starts on a page, at a place that was known before the digests were."""
@@ -139,15 +140,16 @@ def write_file(path: Path, header: ShardHeader) -> dict[str, bytes]:
     """Write a shard file of random data; return key → bytes."""
     data = np.random.default_rng(0).integers(0, 2, header.layout.data_bytes, np.uint8).tobytes()
     path.write_bytes(header.to_bytes() + data)
-    return {
-        e.key: data[e.byte_offset : e.byte_offset + e.num_bytes] for e in header.layout.entries
-    }
+    return {e.key: data[e.byte_offset : e.byte_offset + e.num_bytes] for e in header.layout.entries}
 
 
 def test_safetensors_reads_every_dtype(tmp_path: Path) -> None:
-    """A shard file is plain safetensors: its reader finds each chunk, as bytes where it knows no such dtype."""
+    """The reader of safetensors finds each chunk, as bytes where it knows no such dtype."""
     chunks: list[Chunk] = [((d,), d, (9, 3), Box((2, 0), (2, 3))) for d in DTYPES]
-    chunks += [(("scalar",), "F32", (), Box((), ())), (("empty",), "F64", (0, 2), Box((0, 0), (0, 2)))]
+    chunks += [
+        (("scalar",), "F32", (), Box((), ())),
+        (("empty",), "F64", (0, 2), Box((0, 0), (0, 2))),
+    ]
     header = make_header(chunks)
     held = write_file(tmp_path / "shard.safetensors", header)
     with safe_open(tmp_path / "shard.safetensors", framework="pt") as file:
@@ -198,16 +200,21 @@ def refuse(region: bytes) -> None:
 
 
 def accept_or_refuse(region: bytes) -> None:
+    message = ""
     try:
         ShardHeader.from_bytes(region, WHERE)
     except CorruptCheckpointError as e:
-        assert len(str(e).splitlines()) == 1
+        message = str(e)
+    assert len(message.splitlines()) <= 1
 
 
-def put(part: str, *path: Any) -> Callable[[Any], Callable[[dict[str, Any], dict[str, Any]], None]]:
-    """Return a function of a value that makes a change: put the value at ``path`` of the header or of ours."""
+Change = Callable[[dict[str, Any], dict[str, Any]], Any]
 
-    def changed(value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+
+def put(part: str, *path: Any) -> Callable[[Any], Change]:
+    """Return a function of a value that makes a change: the value at ``path`` of the header or of ours."""
+
+    def changed(value: Any) -> Change:
         def change(header: dict[str, Any], about: dict[str, Any]) -> None:
             place: Any = header if part == "header" else about
             for step in path[:-1]:
@@ -223,7 +230,7 @@ OFFSETS = put("header", "w", "data_offsets")
 STORED = put("header", "w", "shape")
 ENTRY = put("about", "entries", "w")
 
-CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+CHANGES: dict[str, Change] = {
     "no metadata": lambda h, a: h.pop("__metadata__"),
     "metadata of another program": put("header", "__metadata__")({"format": "pt"}),
     "an entry that is not in the file": lambda h, a: h.pop("w"),
@@ -272,9 +279,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_headers_that_make_no_sense_are_refused(
-    change: Callable[[dict[str, Any], dict[str, Any]], Any],
-) -> None:
+def test_headers_that_make_no_sense_are_refused(change: Change) -> None:
     """Entries, sizes, offsets and digests must fit together, and nothing may be missing."""
     header, about = header_json(small_header().to_bytes())
     assert ShardHeader.from_bytes(region_of(header, about), WHERE) == small_header()
@@ -293,7 +298,15 @@ def test_overlap_and_gap_do_not_make_up_for_each_other() -> None:
 
 @pytest.mark.parametrize(
     "region",
-    [b"", bytes(7), bytes(8), bytes(4096), b"\x02" + bytes(7) + b"[]", b"\x04" + bytes(7) + b"null", b"\xff" * 64],
+    [
+        b"",
+        bytes(7),
+        bytes(8),
+        bytes(4096),
+        b"\x02" + bytes(7) + b"[]",
+        b"\x04" + bytes(7) + b"null",
+        b"\xff" * 64,
+    ],
 )
 def test_other_files_are_refused(region: bytes) -> None:
     """What is no header of ours is damage, as is JSON nested without end."""
@@ -322,10 +335,16 @@ def test_flipped_bytes_are_read_or_refused() -> None:
 
 ANY_JSON = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.sampled_from(DTYPES)
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.sampled_from(DTYPES),
     ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(st.sampled_from(["w", "dtype", "shape"]), inner)
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["w", "dtype", "shape"]), inner),
     ),
     max_leaves=8,
 )
@@ -343,6 +362,7 @@ def places_in(document: Any) -> Iterator[tuple[Any, Any]]:
         yield from places_in(part)
 
 
+@settings(deadline=None)
 @given(ANY_JSON, st.randoms(use_true_random=False))
 def test_any_change_is_read_or_refused(other: Any, random: Any) -> None:
     """A header of which one part was replaced or lost is another header, or damage."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_ckpt.errors import CorruptCheckpointError, UnencodableStateError
@@ -46,7 +46,10 @@ TREES = st.recursive(
 STATES = st.dictionaries(KEYS, TREES, max_size=4)
 PATHS = st.lists(
     st.one_of(
-        st.text(), st.integers(), st.builds(ListIndex, st.integers(0)), st.builds(TupleIndex, st.integers(0))
+        st.text(),
+        st.integers(),
+        st.builds(ListIndex, st.integers(0)),
+        st.builds(TupleIndex, st.integers(0)),
     ),
     min_size=1,
     max_size=8,
@@ -85,6 +88,7 @@ def holds_target(value: Any) -> bool:
     )
 
 
+@settings(deadline=None)
 @given(STATES)
 def test_state_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
     """Taken apart and put together, state is what it was; only leaves of equal names stand in the way."""
@@ -99,6 +103,7 @@ def test_state_comes_back_from_its_leaves(state: dict[Any, Any]) -> None:
     assert typed(unflatten(leaves.items())) == typed(state)
 
 
+@settings(deadline=None)
 @given(STATES)
 def test_leaves_come_back_in_any_order(state: dict[Any, Any]) -> None:
     """The order of the leaves decides the order of keys, never what is there."""
@@ -235,6 +240,7 @@ def test_an_empty_dict_as_a_leaf_stays_apart() -> None:
     assert empty == {}
 
 
+@settings(deadline=None)
 @given(PATHS)
 def test_paths_survive_json(path: tuple[Any, ...]) -> None:
     """A path comes back with the type of every part."""
@@ -243,12 +249,17 @@ def test_paths_survive_json(path: tuple[Any, ...]) -> None:
 
 
 JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["tuple", "a"])),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=2), inner)),
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(["tuple", "a"])
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=2), inner)
+    ),
     max_leaves=8,
 )
 
 
+@settings(deadline=None)
 @given(st.one_of(JSON, st.lists(JSON)))
 def test_what_is_no_path_is_damage(encoded: Any) -> None:
     """Any JSON is a path, or refused as damage; what is a path has only parts of the four kinds."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy._core._rational_tests import rational  # a dtype that numpy did not define
 
@@ -46,7 +46,7 @@ class Right(enum.Flag):
 
 
 class Outer:
-    class Inner(str, enum.Enum):
+    class Inner(enum.StrEnum):
         A = "a"
 
 
@@ -86,8 +86,8 @@ def through_json(value: Any, codec: Codec = CODEC) -> Any:
 
 
 DTYPES = [
-    "?", "i1", "u1", "<i2", ">i2", "<u2", "<i4", ">u4", "<i8", ">i8", "<u8", "<f2", ">f2", "<f4", "<f8", ">f8",
-    "<c8", ">c16", "<U3", ">U3", "S3", "V5", "<M8[ns]", "<M8[25s]", "<m8[D]", "<M8",
+    "?", "i1", "u1", "<i2", ">i2", "<u2", "<i4", ">u4", "<i8", ">i8", "<u8", "<f2", ">f2", "<f4", "<f8",
+    ">f8", "<c8", ">c16", "<U3", ">U3", "S3", "V5", "<M8[ns]", "<M8[25s]", "<m8[D]", "<M8",
 ]  # fmt: skip
 
 
@@ -104,7 +104,9 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
         num_bytes = size * dtype.itemsize
         data = draw(st.binary(min_size=num_bytes, max_size=num_bytes))
         array = np.frombuffer(data, dtype).reshape(shape)
-    return draw(st.sampled_from([array, np.asfortranarray(array), array[..., ::-1] if shape else array]))
+    return draw(
+        st.sampled_from([array, np.asfortranarray(array), array[..., ::-1] if shape else array])
+    )
 
 
 SCALARS = st.builds(
@@ -160,6 +162,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(VALUES)
 def test_values_come_back_as_what_they_were(value: Any) -> None:
     """Any nesting of the vocabulary keeps its types, its order and its bits, through the text of JSON."""
@@ -177,7 +180,14 @@ def test_values_come_back_as_what_they_were(value: Any) -> None:
 )  # fmt: skip
 def test_floats_keep_every_bit(value: float) -> None:
     """The sign of zero and the payload of NaN survive, alone and as parts."""
-    for whole in (value, [value], {"k": value}, {value: 1}, complex(value, -0.0), complex(0.0, value)):
+    for whole in (
+        value,
+        [value],
+        {"k": value},
+        {value: 1},
+        complex(value, -0.0),
+        complex(0.0, value),
+    ):
         assert exact(through_json(whole)) == exact(whole)
 
 
@@ -222,7 +232,7 @@ def test_containers_stay_apart() -> None:
     """Empty containers, containers of equal content, and dicts that look like markers keep their kinds."""
     for value in (
         {}, [], (), set(), frozenset(), "", b"", bytearray(), {"a": {"b": {}}}, [[[]]], ((),), range(0),
-        {"$": 1}, {"$": "tuple", "v": []}, {"a": {"$": {"$": None}}}, {1: "int", "1": "str", True: 3},
+        {"$": 1}, {"$": "tuple", "v": []}, {"a": {"$": {"$": None}}}, {1: "int", "1": "str"}, {True: 3},
         {(1, ("a", None)): [1]}, collections.OrderedDict(b=1, a=2), collections.Counter("abca"),
         collections.defaultdict(list, a=[1]), collections.defaultdict(None, a=1),
         collections.deque([1, 2], maxlen=2), collections.deque(), range(9, 0, -2),
@@ -459,7 +469,10 @@ def test_malformed_values_are_damage(encoded: Any) -> None:
 def test_bottomless_nesting_is_damage() -> None:
     """JSON nested beyond any value ends in an error, not in the interpreter's stack."""
     for wrap in (
-        lambda v: [v], lambda v: {"k": v}, lambda v: {"$": "tuple", "v": [v]}, lambda v: {"$": "dict", "v": [[v, v]]}
+        lambda v: [v],
+        lambda v: {"k": v},
+        lambda v: {"$": "tuple", "v": [v]},
+        lambda v: {"$": "dict", "v": [[v, v]]},
     ):  # fmt: skip
         with pytest.raises(CorruptCheckpointError):
             CODEC.decode(nest(5000, wrap))
@@ -476,7 +489,9 @@ ATOMS = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=5),
-    st.sampled_from([*TAGS, *DTYPES, "", "AAAAAAAA", "7ff0000000000001", "re:RegexFlag", "IGNORECASE", "int"]),
+    st.sampled_from(
+        [*TAGS, *DTYPES, "", "AAAAAAAA", "7ff0000000000001", "re:RegexFlag", "IGNORECASE", "int"]
+    ),
 )
 ANY_JSON = st.recursive(
     ATOMS,
@@ -506,18 +521,22 @@ def places_in(encoded: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def decode_or_refuse(encoded: Any) -> None:
+    message = ""
     try:
         CODEC.decode(encoded)
     except CorruptCheckpointError as e:
-        assert len(str(e).splitlines()) == 1
+        message = str(e)
+    assert len(message.splitlines()) <= 1
 
 
+@settings(deadline=None)
 @given(ANY_JSON)
 def test_any_json_is_decoded_or_refused(encoded: Any) -> None:
     """No JSON makes decoding raise anything but the error for damage."""
     decode_or_refuse(encoded)
 
 
+@settings(deadline=None)
 @given(VALUES, ANY_JSON, st.randoms(use_true_random=False))
 def test_damaged_values_are_decoded_or_refused(value: Any, other: Any, random: Any) -> None:
     """A value of which one part was replaced, or lost, is another value or damage."""
