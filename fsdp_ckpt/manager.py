@@ -25,25 +25,34 @@ from fsdp_ckpt.commit.catalog import (
     step_folder,
 )
 from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.publish import retire_manifest
 from fsdp_ckpt.dcp.agreement import Agreement, Summary, agree
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.reader import ShardedStorageReader
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
 from fsdp_ckpt.dcp.saved_state import saved_state
 from fsdp_ckpt.dcp.writer import Attempt, ShardedStorageWriter, ShardReceipt
-from fsdp_ckpt.errors import ClosedError, CorruptCheckpointError, NotFoundError
+from fsdp_ckpt.errors import (
+    ClosedError,
+    CorruptCheckpointError,
+    MismatchError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
+from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.snapshot.image import ImagePool
 from fsdp_ckpt.storage.open import open_store
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from fsdp_ckpt.state.train_state import TrainState
 
 __all__ = ["CheckpointManager", "RestoreReport", "SaveHandle"]
 
 logger = logging.getLogger("fsdp_ckpt")
+
+# Parts of the training state that every rank has of its own: what one rank lacks is not another's to give.
+PARTS = ("data", "extra", "lr_scheduler", "progress")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +109,11 @@ class SaveHandle:
 
 
 class CheckpointManager:
-    """Saves and restores a training run under one root; every rank has its own instance.
+    """Saves and restores a training run under one root; every rank of the job has its own instance.
 
     Args:
         root: A path, or any URL that fsspec knows; made by the first save.
         state: What is saved and restored.
-        process_group: The ranks that take part (default: all).
         timeout_s: How long a rank waits for the others in one exchange, in seconds; must cover the slowest
             rank's writing.
         num_threads: Threads that read or write, per rank.
@@ -117,7 +125,6 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         state: TrainState,
         *,
-        process_group: ProcessGroup | None = None,
         timeout_s: float = 1800.0,
         num_threads: int = 2,
         storage_options: Mapping[str, Any] | None = None,
@@ -125,11 +132,12 @@ class CheckpointManager:
         self.state = state
         self._options = dict(storage_options or {})
         self._root = open_store(root, **self._options)
-        self._group = RankGroup.of(process_group, timeout_s)
+        self._group = RankGroup.of(timeout_s)
         self._num_threads = num_threads
         self._pool = ImagePool()
         self._planner = ShardSavePlanner()
         self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
+        self._damaged: dict[int, str] = {}  # steps that the last restore passed over as damaged
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -185,7 +193,7 @@ class CheckpointManager:
                 self.state.collect(), rank=group.rank, world_size=group.world_size
             ),
         )
-        planner.accept(self._agree(), group.rank, group.world_size)
+        planner.accept(self._agree(step), group.rank, group.world_size)
         writer = ShardedStorageWriter(
             self._root.child(step_folder(step)).url,
             step=step,
@@ -196,7 +204,7 @@ class CheckpointManager:
         attempt = Attempt(
             **group.coordinate(
                 "opening an attempt",
-                lambda: dataclasses.asdict(writer.open_attempt(group.world_size)),
+                lambda: dataclasses.asdict(self._open_attempt(writer)),
             )
         )
         manifest = planner.draft_manifest()
@@ -210,15 +218,18 @@ class CheckpointManager:
             published = writer.publish(manifest, attempt, rows)
             return dataclasses.asdict(CheckpointInfo.of(published, writer.store.url))
 
-        info = CheckpointInfo(**group.commit(f"saving step {step}", write, publish))
+        try:
+            info = CheckpointInfo(**group.commit(f"saving step {step}", write, publish))
+        finally:
+            planner.forget()
         if group.is_coordinator:
             logger.info("saved step %d, %d bytes, to %s", step, info.num_bytes, info.url)
         return SaveHandle(info)
 
-    def _agree(self) -> Agreement:
+    def _agree(self, step: int) -> Agreement:
         """Exchange one hash; the summaries themselves only where ranks differ."""
         group, planner = self._group, self._planner
-        if group.all_equal([planner.structure, planner.content()]):
+        if group.all_equal([step, planner.structure, planner.content()]):
             if self._agreed is None or self._agreed[0] != planner.structure:
                 agreement = agree([planner.summary()] * group.world_size)
                 self._agreed = planner.structure, agreement
@@ -226,12 +237,28 @@ class CheckpointManager:
         self._agreed = None
         distinct: dict[str, Summary] = {}
         summaries = []
-        for encoded in group.gather(planner.summary().to_json()):
+        for rank, (its_step, encoded) in enumerate(group.gather([step, planner.summary().to_json()])):
+            if its_step != step:
+                raise MismatchError(
+                    f"rank {group.rank} saves step {step}, rank {rank} step {its_step}; advance the progress of "
+                    "all ranks alike",
+                    step=step,
+                    rank=rank,
+                )
             key = json.dumps(encoded)
             if key not in distinct:
                 distinct[key] = Summary.from_json(encoded)
             summaries.append(distinct[key])
-        return agree(summaries)
+        return agree(summaries, parts=PARTS)
+
+    def _open_attempt(self, writer: ShardedStorageWriter) -> Attempt:
+        """Open an attempt; runs on the coordinator alone.
+
+        A checkpoint that a restore of this run found damaged makes room for the one that replaces it.
+        """
+        if self._damaged.pop(writer.step, None) is not None:
+            retire_manifest(writer.store)
+        return writer.open_attempt(self._group.world_size)
 
     # --- restore ---
 
@@ -270,15 +297,14 @@ class CheckpointManager:
             "allow_cast": allow_cast,
         }
         damaged: dict[int, str] = {}
+        self._damaged.clear()
         while True:
             found = self._group.coordinate(
                 "looking for a checkpoint", lambda: self._find(step, damaged, allow_torn)
             )
             skipped = tuple(SkippedCheckpoint(**s) for s in found["skipped"])
-            for passed in skipped:
-                logger.warning("passed over the checkpoint of step %d: %s", passed.step, passed.reason)
             if found["step"] is None:
-                logger.warning("no checkpoint under %s: starting fresh", self._root.url)
+                self._note(skipped, f"no checkpoint under {self._root.url}: starting fresh")
                 return RestoreReport(step=None, skipped=skipped)
             try:
                 report = self._restore_from(found["step"], found["attempt"], planner_options)
@@ -287,7 +313,16 @@ class CheckpointManager:
                     raise
                 damaged[found["step"]] = str(e)
                 continue
+            self._note(skipped, f"restored step {report.step} from {self._root.url}")
             return dataclasses.replace(report, skipped=skipped)
+
+    def _note(self, skipped: Iterable[SkippedCheckpoint], outcome: str) -> None:
+        """Remember what is damaged, and say once what happened."""
+        self._damaged = {s.step: s.reason for s in skipped if not s.torn}
+        if self._group.is_coordinator:
+            for s in skipped:
+                logger.warning("passed over the checkpoint of step %d: %s", s.step, s.reason)
+            logger.warning(outcome)
 
     def _find(self, step: int | None, damaged: Mapping[int, str], allow_torn: bool) -> dict[str, Any]:
         """Choose the checkpoint; runs on the coordinator alone."""
@@ -296,6 +331,9 @@ class CheckpointManager:
         skipped: list[SkippedCheckpoint] = []
         for found in find_checkpoints(self._root):
             if isinstance(found, SkippedCheckpoint):
+                if found.newer:
+                    # Not damage: going on from an older one would throw away a good checkpoint.
+                    raise UnsupportedFormatError(found.reason, step=found.step)
                 skipped.append(found)
             elif found.step in damaged:
                 reason = damaged[found.step]
@@ -375,11 +413,12 @@ class CheckpointManager:
 
         saved, plan = group.run("comparing the checkpoint", compare)
         unclaimed = group.common(planner.unclaimed)
+        group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
 
         def fetch() -> Any:
-            planner.judge(unclaimed)
             fetched = reader.fetch(planner.create_local_plan())
-            for path in [p for p in leaves if not planner.is_loaded(p)]:
+            absent = frozenset(fetched.absent)
+            for path in [p for p in leaves if not planner.is_loaded(p) or path_name(p) in absent]:
                 del leaves[path]
             reader.deliver_values(fetched, planner)  # into the leaves: nothing live
             state.check(plan, leaves)
@@ -393,9 +432,8 @@ class CheckpointManager:
 
         group.run("restoring the state", apply)
         differences = planner.differences
-        touched = {path[0] for path in leaves}
+        touched = {".".join(path[:2]) if path[0] == "extra" else path[0] for path in leaves}
         derived = tuple(plan.derived)
-        logger.info("restored step %d from %s", step, reader.store.url)
         return RestoreReport(
             step=step,
             attempt=attempt,

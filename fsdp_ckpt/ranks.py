@@ -11,6 +11,7 @@ the training's own collectives.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -29,14 +30,13 @@ from fsdp_ckpt.errors import (
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import ProcessGroup
 
 __all__ = ["RankGroup"]
 
 T = TypeVar("T")
 
-# One group object per creation, in the same order on all ranks: their keys must not meet.
-_num_created: dict[str, int] = {}
+# Groups are made in the same order on all ranks; their keys must not meet.
+_numbers = itertools.count()
 
 
 class RankGroup:
@@ -59,21 +59,19 @@ class RankGroup:
         self._round = 0
 
     @classmethod
-    def of(cls, process_group: ProcessGroup | None = None, timeout_s: float = 600.0) -> RankGroup:
-        """Return the group of a process group's ranks (default: all); called by all of them.
+    def of(cls, timeout_s: float = 600.0) -> RankGroup:
+        """Return the group of all ranks of the job; called by all of them.
 
         Without an initialised process group, a group of one.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s)
-        name = "world" if process_group is None else process_group.group_name
-        number = _num_created[name] = _num_created.get(name, 0) + 1
         # The public API gives no handle on the store that init_process_group made.
         default: Store = dist.distributed_c10d._get_default_store()
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
-            f"fsdp_ckpt/{name}/{number}", default
+            f"fsdp_ckpt/{next(_numbers)}", default
         )
-        return cls(dist.get_rank(process_group), dist.get_world_size(process_group), store, timeout_s)
+        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s)
 
     @property
     def is_coordinator(self) -> bool:

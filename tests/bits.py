@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
+
+from fsdp_ckpt import CheckpointError
 
 
 def bits(value: Any) -> Any:
@@ -66,3 +70,21 @@ def live_bits(
     for name, part in parts.items():
         found[name] = bits(part.state_dict())
     return found
+
+
+class HasBits(Protocol):
+    """A life of a test's job."""
+
+    def bits(self) -> dict[str, Any]:
+        """Return all that must not change."""
+
+
+@contextmanager
+def refused(error: type[CheckpointError], *lives: HasBits) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The body raises ``error``, in one line, and no live object of ``lives`` changes a bit."""
+    before = [life.bits() for life in lives]
+    with pytest.raises(error) as caught:
+        yield caught
+    assert isinstance(caught.value, Exception)
+    assert "\n" not in str(caught.value)
+    assert [life.bits() for life in lives] == before

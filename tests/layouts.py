@@ -9,7 +9,7 @@ unsharded :func:`reference`'s.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ from fsdp_ckpt.dcp.live import describe_tensor
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.state.local_shards import LocalShards
-from fsdp_ckpt.state.parameters import parameter_views
+from fsdp_ckpt.state.names import canonical_name
+from fsdp_ckpt.state.parameters import ParameterView, parameter_views
 from tests.bits import bits
 
 GROUPS = ({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95)})
@@ -64,6 +65,16 @@ class Net(nn.Module):
         return (self.last(hidden) * self.tiny + self.frozen(hidden)).sum() + low.sum()
 
 
+class Zero(ZeroRedundancyOptimizer):
+    """AdamW in partitions."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, optimizer_class=torch.optim.AdamW)
+
+    def _verify_same_dense_param_type(self) -> None:
+        """Allow bf16 beside fp32: only parameters as views of buckets need one type."""
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """A model in a layout, and its optimizer."""
@@ -81,11 +92,21 @@ class Live:
             name = views[id(parameter)][0].name
             groups[0 if name.startswith(GROUP_0) else 1].append(parameter)
         options = [{"params": params, **how} for params, how in zip(groups, GROUPS, strict=True)]
-        if issubclass(optimizer_class, ZeroRedundancyOptimizer):
-            optimizer = optimizer_class(options, optimizer_class=torch.optim.AdamW)
-        else:
-            optimizer = optimizer_class(options)
+        optimizer = optimizer_class(options)
         return cls(model, optimizer, TrainState(model=model, optimizer=optimizer))
+
+    def state_names(self) -> set[str]:
+        """Return the names of the optimizer state that this rank has after a step."""
+        views = parameter_views(self.model)
+        local = getattr(self.optimizer, "optim", self.optimizer)  # ZeRO's own partition
+        return {
+            f"optimizer.state.{view.name}.{key}"
+            for group in local.param_groups
+            for parameter in group["params"]
+            if has_gradient(parameter, views[id(parameter)])
+            for view in views[id(parameter)]
+            for key in ("step", "exp_avg", "exp_avg_sq")
+        }
 
     def step(self) -> None:
         """Train one step by hand."""
@@ -120,14 +141,14 @@ def put_gradients(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Set every live parameter's gradient to its part of ``whole``."""
     views = parameter_views(model)
     for parameter in model.parameters():
-        parts = [view for view in views[id(parameter)] if view.name in whole]
-        # As in training: FSDP1 gives no gradient to a parameter without elements on this rank.
-        if not parts or (parts[0].layout is not None and not parameter.numel()):
+        parts = views[id(parameter)]
+        if not has_gradient(parameter, parts):
             parameter.grad = None
         elif isinstance(parameter, DTensor):
-            gradient = whole[parts[0].name]
+            # From this rank's own copy: torch scatters no uneven strided shards.
+            gradient, mesh = whole[parts[0].name], parameter.device_mesh
             parameter.grad = distribute_tensor(
-                gradient, parameter.device_mesh, parameter.placements
+                gradient, mesh, parameter.placements, src_data_rank=None
             )
         elif parts[0].layout is None:
             parameter.grad = whole[parts[0].name].clone()
@@ -140,6 +161,11 @@ def put_gradients(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
                     part.copy_(cut(whole[view.name], box))
 
 
+def has_gradient(parameter: nn.Parameter, parts: Sequence[ParameterView]) -> bool:
+    """Whether training would give a live parameter a gradient: FSDP1 does not, where a rank has no elements."""
+    return parameter.requires_grad and (parts[0].layout is None or parameter.numel() > 0)
+
+
 def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
     """Return a box of a whole tensor."""
     return whole[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
@@ -149,7 +175,7 @@ def named_leaves(state: TrainState) -> Iterator[tuple[str, Any]]:
     """Yield (name, leaf) of model, optimizer and progress; hyperparameters by parameter name."""
     collected = state.collect()
     del collected["rng"]
-    for group in collected["optimizer"].pop("param_groups"):
+    for group in collected["optimizer"].pop("param_groups").values():
         for name in group.pop("params"):
             yield f"group of {name}", dict(group)
     for path, leaf, _ in leaves_of(collected):
@@ -165,16 +191,18 @@ def live_parts(state: TrainState) -> Iterator[tuple[str, Box, torch.Tensor]]:
                 yield name, box, part
 
 
-def differences(state: TrainState, expected: Mapping[str, Any]) -> list[str]:
-    """Return the names of what is not, to the bit, its part of ``expected``."""
-    found = []
-    for name, leaf in named_leaves(state):
+def differences(live: Live, expected: Mapping[str, Any]) -> list[str]:
+    """Return what of a trained state is not, to the bit, its part of ``expected``."""
+    leaves = dict(named_leaves(live.state))
+    held = {name for name in leaves if name.startswith("optimizer.state.")}
+    found = [f"{name}: only there or only expected" for name in held ^ live.state_names()]
+    for name, leaf in leaves.items():
         if isinstance(leaf, LIVE_TENSOR):
             if name not in expected or leaf.shape != expected[name].shape:
                 found.append(f"{name} is not expected")
         elif bits(leaf) != bits(expected.get(name)):
             found.append(f"{name} is {leaf}, not {expected.get(name)}")
-    for name, box, part in live_parts(state):
+    for name, box, part in live_parts(live.state):
         if name in expected and bits(part) != bits(cut(expected[name], box)):
             found.append(f"{name} at {box.offsets}: {part}, not {cut(expected[name], box)}")
     return found
@@ -228,7 +256,7 @@ class Layouts:
 
     def attach(self, name: str, model: nn.Module) -> Live:
         """Give a model a new optimizer."""
-        return Live.of(model, ZeroRedundancyOptimizer if name == "zero" else torch.optim.AdamW)
+        return Live.of(model, Zero if name == "zero" else torch.optim.AdamW)
 
     def fsdp2(self, net: Net, mesh: Any) -> nn.Module:
         """Shard two parts and the rest."""
@@ -275,3 +303,14 @@ def tensor_parallel(net: Net, mesh: Any) -> Net:
     plan = {"first": ColwiseParallel(use_local_output=False), "second": RowwiseParallel()}
     parallelize_module(net, mesh, plan)
     return net
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return this rank's view of the whole parameters, put together by torch, not by us; uses collectives."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {
+            canonical_name(model, name): (
+                p.full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+            )
+            for name, p in model.named_parameters()
+        }

@@ -70,11 +70,13 @@ class SkippedCheckpoint:
         step: Training step.
         reason: One line.
         torn: Whether it was never committed, rather than damaged later.
+        newer: Whether it is of a format version that this package is too old for.
     """
 
     step: int
     reason: str
-    torn: bool
+    torn: bool = False
+    newer: bool = False
 
 
 def step_folder(step: int) -> str:
@@ -111,7 +113,9 @@ def find_checkpoints(root: Store) -> Iterator[CheckpointInfo | SkippedCheckpoint
         except NotFoundError:
             reason = "no manifest: a save that died before its commit, or one still under way"
             yield SkippedCheckpoint(step=step, reason=reason, torn=True)
-        except (CorruptCheckpointError, UnsupportedFormatError) as e:
-            yield SkippedCheckpoint(step=step, reason=str(e), torn=False)
+        except CorruptCheckpointError as e:
+            yield SkippedCheckpoint(step=step, reason=str(e))
+        except UnsupportedFormatError as e:
+            yield SkippedCheckpoint(step=step, reason=str(e), newer=True)
         else:
             yield CheckpointInfo.of(manifest, store.url)

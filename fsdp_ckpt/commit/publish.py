@@ -19,7 +19,7 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["MANIFEST_KEY", "new_attempt", "publish_manifest", "read_manifest", "refuse_committed"]
+__all__ = ["MANIFEST_KEY", "new_attempt", "publish_manifest", "read_manifest", "refuse_committed", "retire_manifest"]
 
 MANIFEST_KEY = "manifest.json"
 
@@ -41,6 +41,22 @@ def refuse_committed(store: Store, step: int | None = None) -> None:
     except NotFoundError:
         return
     raise _already_committed(store, step)
+
+
+def retire_manifest(store: Store) -> None:
+    """Take a damaged checkpoint's manifest away, so that its step can be saved again; its data stays.
+
+    The manifest is kept under another name first, for whoever wants to look into the damage.
+
+    Raises:
+        StorageError: The store failed; the checkpoint may still stand.
+    """
+    try:
+        content = store.read(MANIFEST_KEY)
+    except NotFoundError:
+        return
+    store.create(f"damaged-{uuid.uuid4().hex[:12]}.json", content)
+    store.delete(MANIFEST_KEY)
 
 
 def publish_manifest(store: Store, manifest: Manifest) -> None:

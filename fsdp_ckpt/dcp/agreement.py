@@ -2,7 +2,7 @@
 
 Invariant: nothing is deduplicated unless it is equal. A plain tensor or a value that is bit-equal on all
 ranks is stored once; where ranks differ, the lowest rank's is the global one and every rank that differs
-keeps its own as well. A DTensor is stored by its layout.
+keeps its own as well. A DTensor is stored by its layout; those of one name on several meshes are replicas.
 
     each rank    Summary: name -> (what it is, digest of its content)
     together     Agreement: global rows, and who keeps an own copy of what
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,7 +49,8 @@ class Item:
         dtype: Name of the format, for a tensor.
         shape: Global shape, for a tensor.
         layout: Of a sharded tensor; ``None`` for a plain tensor and for a value.
-        digest: Of the content of a plain tensor or a value.
+        digest: Of the content of a plain tensor or a value, and of a sharded tensor's part where the mesh
+            is not all ranks.
     """
 
     kind: Literal["tensor", "value", "own"]
@@ -108,6 +109,7 @@ class Agreement:
         tensors: One row per global tensor, with the replica that writes it.
         value_owners: Name of each global value → rank whose value it is.
         rank_local: Paths of which every rank has its own, by declaration.
+        partial: Paths of which some ranks have their own, and the others nothing.
         own: Rank → names of which it keeps its own copy, declared or because it differs.
         varying: Paths that have a global content from which some rank differs.
     """
@@ -115,19 +117,22 @@ class Agreement:
     tensors: tuple[TensorRow, ...]
     value_owners: Mapping[str, int]
     rank_local: tuple[Path, ...] = ()
+    partial: tuple[Path, ...] = ()
     varying: tuple[Path, ...] = ()
     own: Mapping[int, frozenset[str]] = field(default_factory=dict)
 
 
-def agree(summaries: Sequence[Summary]) -> Agreement:
+def agree(summaries: Sequence[Summary], parts: Collection[str] = ()) -> Agreement:
     """Merge all ranks' summaries, in rank order; deterministic.
 
     Args:
         summaries: One per rank; the same object several times where ranks are known to be equal.
+        parts: First path elements below which a rank that lacks a name must not get another's: the states
+            of objects that each rank has. Elsewhere ranks complete each other, as pipeline stages do.
 
     Raises:
-        MismatchError: Ranks contradict each other about a sharded tensor, or one lacks state that is
-            declared rank-local.
+        MismatchError: Ranks contradict each other about a sharded tensor, or about what is declared
+            rank-local.
     """
     world_size = len(summaries)
     distinct = {id(s): s for s in summaries}
@@ -136,20 +141,22 @@ def agree(summaries: Sequence[Summary]) -> Agreement:
     tensors: list[TensorRow] = []
     value_owners: dict[str, int] = {}
     rank_local: list[Path] = []
+    partial: list[Path] = []
     varying: list[Path] = []
     own: dict[int, set[str]] = {rank: set() for rank in range(world_size)}
     for name in dict.fromkeys(name for s in distinct.values() for name in s.items):
         holders = {r: s.items[name] for r, s in enumerate(summaries) if name in s.items}
         first_rank, first = next(iter(holders.items()))
-        if any(item.kind == "own" for item in holders.values()):
-            _check_own(name, holders, world_size)
-            rank_local.append(first.path)
+        declared = any(item.kind == "own" for item in holders.values())
+        lacking = len(holders) < world_size
+        if declared or (lacking and first.layout is None and first.path[0] in parts):
+            _check_own(name, holders, declared)
+            (partial if lacking else rank_local).append(first.path)
             for rank in holders:
                 own[rank].add(name)
             continue
         if first.layout is not None:
-            _check_sharded(name, holders)
-            tensors.append(_row(first, first.layout))
+            tensors.append(_row(first, _shared_layout(name, holders)))
             continue
         differing = [r for r, item in holders.items() if item != first]
         for rank in differing:
@@ -166,6 +173,7 @@ def agree(summaries: Sequence[Summary]) -> Agreement:
         tensors=_with_replicas(tensors, world_size),
         value_owners=value_owners,
         rank_local=tuple(rank_local),
+        partial=tuple(partial),
         varying=tuple(varying),
         own={rank: frozenset(names) for rank, names in own.items() if names},
     )
@@ -202,32 +210,79 @@ def _with_replicas(rows: Sequence[TensorRow], world_size: int) -> tuple[TensorRo
     )
 
 
-def _check_own(name: str, holders: Mapping[int, Item], world_size: int) -> None:
-    lacking = [r for r in range(world_size) if r not in holders or holders[r].kind != "own"]
-    if lacking:
+def _check_own(name: str, holders: Mapping[int, Item], declared: bool) -> None:
+    undeclared = [r for r, item in holders.items() if item.kind != "own"]
+    if declared and undeclared:
         raise MismatchError(
-            f"{name}: declared rank-local, but rank {lacking[0]} of {world_size} has none of its own",
-            rank=lacking[0],
+            f"{name}: declared rank-local on some ranks, but not on rank {undeclared[0]}",
+            rank=undeclared[0],
             key=name,
         )
 
 
-def _check_sharded(name: str, holders: Mapping[int, Item]) -> None:
+def _shared_layout(name: str, holders: Mapping[int, Item]) -> MeshLayout | FlatLayout:
+    """Return the layout of a sharded tensor over all ranks that hold it.
+
+    Submeshes that share no rank, such as the data-parallel ones of several tensor-parallel ranks, hold
+    replicas, where their bits are equal; another tensor may well have the same name there.
+    """
     first_rank, first = next(iter(holders.items()))
+    layouts = list(dict.fromkeys(item.layout for item in holders.values() if item.layout is not None))
+    layout = _stack(layouts)
     for rank, item in holders.items():
-        if item != first:
+        same = (item.kind, item.dtype, item.shape) == (first.kind, first.dtype, first.shape)
+        if not same or item.layout is None or (layout is None and item.layout != first.layout):
             raise MismatchError(
                 f"{name}: rank {first_rank} holds {first.dtype} {list(first.shape)} in a layout that rank "
                 f"{rank} does not share ({item.dtype} {list(item.shape)})",
                 rank=rank,
                 key=name,
             )
-    layout = first.layout
-    if layout is not None:
-        # A rank without elements of a flat parameter may have no state for it either.
-        chunks = (layout.chunks(first.shape, replica) for replica in range(layout.num_replicas))
-        absent = {int(rank) for held in chunks for rank in held.ranks} - set(holders)
-        if absent:
+    if layout is None:
+        raise AssertionError("layouts that do not stack are not all equal")
+    if len(layouts) > 1:
+        _check_equal(name, holders, layouts)
+    # A rank without elements of a flat parameter may have no state for it either.
+    chunks = (layout.chunks(first.shape, replica) for replica in range(layout.num_replicas))
+    absent = {int(rank) for held in chunks for rank in held.ranks} - set(holders)
+    if absent:
+        raise MismatchError(
+            f"{name}: rank {min(absent)} of its mesh does not hold it", rank=min(absent), key=name
+        )
+    return layout
+
+
+def _stack(layouts: Sequence[MeshLayout | FlatLayout]) -> MeshLayout | FlatLayout | None:
+    """Return the layout whose replicas are those of all ``layouts``, or ``None`` where there is none."""
+    first = layouts[0]
+    if len(layouts) == 1:
+        return first
+    ranks = tuple(rank for layout in layouts for rank in layout.ranks)
+    alike = all(
+        layout.mesh.shape == first.mesh.shape
+        and dataclasses.replace(layout, mesh=first.mesh) == first
+        for layout in layouts
+    )
+    if not alike or len(set(ranks)) != len(ranks):
+        return None
+    if isinstance(first, FlatLayout):
+        replicas, shards = first.mesh.shape
+        mesh = Mesh((len(layouts) * replicas, shards), ranks)
+        return dataclasses.replace(first, mesh=mesh)
+    mesh = Mesh((len(layouts), *first.mesh.shape), ranks)
+    return MeshLayout(mesh, (Placement(), *first.placements))
+
+
+def _check_equal(
+    name: str, holders: Mapping[int, Item], layouts: Sequence[MeshLayout | FlatLayout]
+) -> None:
+    for ranks in zip(*(layout.ranks for layout in layouts), strict=True):
+        digests = {rank: holders[rank].digest for rank in ranks if rank in holders}
+        differing = [rank for rank in digests if digests[rank] != next(iter(digests.values()))]
+        if differing:
             raise MismatchError(
-                f"{name}: rank {min(absent)} of its mesh does not hold it", rank=min(absent), key=name
+                f"{name}: ranks {next(iter(digests))} and {differing[0]}, of different meshes, hold different "
+                "content under this name; give what differs names of its own",
+                rank=differing[0],
+                key=name,
             )

@@ -107,7 +107,14 @@ def describe_tensor(
         box = layout.box_of(shape, rank)
         if box is None:
             return LiveTensor(dtype, shape, layout, ())
-        return LiveTensor(dtype, shape, layout, ((box, _plain(tensor.to_local().detach(), name)),))
+        local = _plain(tensor.to_local().detach(), name)
+        if tuple(local.shape) != box.sizes:
+            raise UnencodableStateError(
+                f"{name}: rank {rank} holds {list(local.shape)} of a tensor of shape {list(shape)}, where its "
+                f"placements {tensor.placements} give {list(box.sizes)}; shard it as distribute_tensor does",
+                key=name,
+            )
+        return LiveTensor(dtype, shape, layout, ((box, local),))
     return LiveTensor(dtype, shape, None, ((Box.whole(shape), _plain(tensor.detach(), name)),))
 
 

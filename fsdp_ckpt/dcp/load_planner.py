@@ -123,7 +123,7 @@ class ReshardLoadPlanner(LoadPlanner):
         self._paths, self._tensors = {}, {}
         self._rows = {row.name: row for row in manifest.tensors}
         saved_values = dict.fromkeys(path_name(path) for path in manifest.values)
-        own = dict.fromkeys(path_name(path) for path in manifest.rank_local)
+        own = dict.fromkeys(path_name(path) for path in manifest.own_paths)
         # A rank's own tensor may have another shape than the global one: it is handed over whole.
         handed_over = own.keys() | {path_name(path) for path in manifest.varying}
         found = self._problems = list(problems)

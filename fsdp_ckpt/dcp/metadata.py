@@ -39,7 +39,7 @@ class _Items(Mapping[str, STORAGE_TYPES]):
 
     def __init__(self, manifest: Manifest) -> None:
         self._rows = {row.name: row for row in manifest.tensors}
-        self._values = {path_name(path) for path in (*manifest.values, *manifest.rank_local)}
+        self._values = {path_name(path) for path in (*manifest.values, *manifest.own_paths)}
         self._built: dict[str, STORAGE_TYPES] = {}
 
     def __getitem__(self, name: str) -> STORAGE_TYPES:
@@ -62,7 +62,7 @@ class _Items(Mapping[str, STORAGE_TYPES]):
 
 def to_dcp_metadata(manifest: Manifest) -> ShardedMetadata:
     """Show a manifest as DCP's metadata; ``planner_data`` maps names to paths, as DCP's planners do."""
-    paths = (*(row.path for row in manifest.tensors), *manifest.values, *manifest.rank_local)
+    paths = (*(row.path for row in manifest.tensors), *manifest.values, *manifest.own_paths)
     return ShardedMetadata(
         # A Mapping serves wherever DCP reads it; its annotation says dict.
         state_dict_metadata=_Items(manifest),  # type: ignore[arg-type]

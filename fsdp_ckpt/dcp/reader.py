@@ -48,12 +48,14 @@ class Fetched:
         pieces: (item, where its bytes lie) per tensor item.
         values: (item, typed JSON) per value.
         empty: (item, row) per tensor that is handed over whole and has no elements.
+        absent: Names of which other ranks have their own, and this rank nothing.
         images: The bytes.
     """
 
     pieces: list[tuple[ReadItem, Piece]]
     values: list[tuple[ReadItem, Json]]
     empty: list[tuple[ReadItem, TensorRow]]
+    absent: list[str]
     images: SourceImages
 
 
@@ -168,7 +170,9 @@ class ShardedStorageReader(StorageReader):
         """
         checkpoint = self.checkpoint
         values_by_name = {path_name(p): v for p, v in checkpoint.manifest.values.items()}
-        own_values = self._own_values()
+        own_values, own_tensors = self._own_values(), self._own_tensors()
+        partial = frozenset(path_name(p) for p in checkpoint.manifest.partial)
+        absent: list[str] = []
         varying = frozenset(path_name(p) for p in checkpoint.manifest.varying)
         pieces: list[tuple[ReadItem, Piece]] = []
         values: list[tuple[ReadItem, Json]] = []
@@ -179,17 +183,27 @@ class ShardedStorageReader(StorageReader):
                 pieces.append((item, self._tensor_piece(item, varying)))
             elif name in own_values:
                 values.append((item, own_values[name]))
-            elif name in values_by_name:
+            elif name in partial and name not in own_tensors and self._has_own(name):
+                absent.append(name)
+            elif name in values_by_name and name not in own_tensors:
                 values.append((item, values_by_name[name]))
             elif (piece := self._whole_piece(name)) is not None:
                 pieces.append((item, piece))
             else:
                 empty.append((item, checkpoint.rows[name]))
         images = checkpoint.read((piece for _, piece in pieces), self._num_threads)
-        return Fetched(pieces, values, empty, images)
+        return Fetched(pieces, values, empty, absent, images)
 
     def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
-        """Put everything that was fetched into the live state."""
+        """Put everything that was fetched into the live state.
+
+        Raises:
+            MismatchError: The live state asks for what this rank, unlike others, had none of.
+        """
+        if fetched.absent:
+            raise MismatchError(
+                f"{', '.join(fetched.absent)}: saved by some ranks for themselves, not by rank {self._rank}"
+            )
         self.deliver_tensors(fetched, planner)
         self.deliver_values(fetched, planner)
 
@@ -220,10 +234,17 @@ class ShardedStorageReader(StorageReader):
 
     def _own_values(self) -> dict[str, Json]:
         manifest = self.checkpoint.manifest
-        if not (manifest.rank_local or manifest.varying) or self._rank >= manifest.world_size:
+        if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
             return {}
         values = {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
         return {name: value for name, value in values.items() if self._has_own(name)}
+
+    def _own_tensors(self) -> frozenset[str]:
+        manifest = self.checkpoint.manifest
+        if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
+            return frozenset()
+        own = self.checkpoint.header(self._rank).own
+        return frozenset(name for name in own if self._has_own(name))
 
     def _tensor_piece(self, item: ReadItem, varying: frozenset[str]) -> Piece:
         checkpoint = self.checkpoint

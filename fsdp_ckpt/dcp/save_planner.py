@@ -36,6 +36,7 @@ from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.dcp.state_view import StateView
+from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.box import Box
@@ -96,6 +97,10 @@ class ShardSavePlanner(SavePlanner):
         """Return what this rank tells the others where digests differ."""
         return self._view.summary()
 
+    def forget(self) -> None:
+        """Let go of the live tensors; call it when the save has ended."""
+        self._view.forget()
+
     def accept(self, agreement: Agreement, rank: int, world_size: int) -> None:
         """Take over what all ranks agreed on; the same object again costs nothing."""
         if agreement is not self._agreement or (rank, world_size) != (self._rank, self._world_size):
@@ -119,7 +124,7 @@ class ShardSavePlanner(SavePlanner):
         return Contents(
             layout=layout,
             paths={entry.name: view.path_of(entry.name) for entry in layout.entries},
-            resolve=lambda entry: self._part(entry.name, entry.box.offsets),
+            resolve=lambda entry: self._resolve(entry, own),
             own=frozenset(name for name in own if view.has_tensor(name)),
             own_values={view.path_of(n): v for n, v in view.values.items() if n in own},
             global_values={
@@ -144,6 +149,11 @@ class ShardSavePlanner(SavePlanner):
                 shape = tuple(live.local.shape)
                 yield name, live.dtype, shape, Box.whole(shape)
 
+    def _resolve(self, entry: Entry, own: frozenset[str]) -> torch.Tensor:
+        if entry.name in own:
+            return self._view.live(entry.name).local
+        return self._part(entry.name, entry.box.offsets)
+
     def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
         parts = self._view.live(name).parts
         return next(local for box, local in parts if box.offsets == offsets)
@@ -156,6 +166,7 @@ class ShardSavePlanner(SavePlanner):
             world_size=self._world_size,
             tensors=self.agreement.tensors,
             rank_local=self.agreement.rank_local,
+            partial=self.agreement.partial,
             varying=self.agreement.varying,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
@@ -180,6 +191,13 @@ class ShardSavePlanner(SavePlanner):
                 distinct[key] = Summary.from_json(plan.planner_data)
             summaries.append(distinct[key])
         agreement = agree(summaries)
+        for row in agreement.tensors:
+            if row.layout.max_rank >= len(all_plans):
+                raise MismatchError(
+                    f"{row.name}: sharded over ranks that do not take part in this save; save with all ranks "
+                    "of the job, in its default process group",
+                    key=row.name,
+                )
         plans = [SavePlan([], planner_data=(agreement, r, len(all_plans))) for r in range(len(all_plans))]
         self.accept(agreement, 0, len(all_plans))
         return plans, to_dcp_metadata(self.draft_manifest())

@@ -21,7 +21,7 @@ def saved_state(manifest: Manifest) -> SavedState:
             for row in manifest.tensors
         },
         values={path: CODEC.decode(value) for path, value in manifest.values.items()},
-        own=frozenset(manifest.rank_local),
+        own=frozenset(manifest.own_paths),
         varying=frozenset(manifest.varying),
         world_size=manifest.world_size,
         seed=xxhash.xxh3_64_intdigest(manifest.attempt.encode()),

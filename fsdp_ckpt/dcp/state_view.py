@@ -35,7 +35,7 @@ class StateView:
     def __init__(self) -> None:
         self._skeleton: StateSkeleton | None = None
         self._rank = 0
-        self._alone = True
+        self._world_size = 1
         self._leaves: list[Any] = []
         self._traits: list[Any] = []
         self._items: dict[str, Item] = {}  # without digests of content
@@ -63,13 +63,13 @@ class StateView:
         leaves = self._skeleton.leaves_of(state_dict) if self._skeleton else None
         same = (
             leaves is not None
-            and (rank, world_size == 1) == (self._rank, self._alone)
+            and (rank, world_size) == (self._rank, self._world_size)
             and _traits(leaves) == self._traits
         )
         if same and leaves is not None:
             self._leaves = leaves
         else:
-            self._take_apart(state_dict, rank=rank, alone=world_size == 1)
+            self._take_apart(state_dict, rank=rank, world_size=world_size)
         self.values = {
             name: CODEC.encode(self._leaves[i], name)
             for name, i in self._index.items()
@@ -77,9 +77,9 @@ class StateView:
         }
         return same
 
-    def _take_apart(self, state_dict: Mapping[Any, Any], *, rank: int, alone: bool) -> None:
+    def _take_apart(self, state_dict: Mapping[Any, Any], *, rank: int, world_size: int) -> None:
         self._skeleton = None
-        self._rank, self._alone = rank, alone
+        self._rank, self._world_size = rank, world_size
         found = list(leaves_of(state_dict))
         self._leaves = [leaf for _, leaf, _ in found]
         self._layouts = {}
@@ -95,6 +95,10 @@ class StateView:
         self._traits = _traits(self._leaves)
         self.structure = Summary(self._items).fingerprint()
         self._skeleton = StateSkeleton(state_dict)
+
+    def forget(self) -> None:
+        """Let go of the live tensors; the structure stays known."""
+        self._leaves, self._live = [], {}
 
     def live(self, name: str) -> LiveTensor:
         """Return a tensor as it is now."""
@@ -115,9 +119,14 @@ class StateView:
         return hasher.hexdigest()
 
     def _plain_names(self) -> list[str]:
-        if self._alone:
+        if self._world_size == 1:
             return []
         return [n for n, i in self._items.items() if i.kind == "tensor" and i.layout is None]
+
+    def _submesh_names(self) -> list[str]:
+        """Return what other ranks may hold on a mesh of theirs."""
+        layouts = ((name, item.layout) for name, item in self._items.items())
+        return [n for n, layout in layouts if layout and len(layout.ranks) < self._world_size]
 
     def summary(self) -> Summary:
         """Return every leaf with its own digest: for ranks whose digests differ."""
@@ -125,6 +134,11 @@ class StateView:
         for name in self._plain_names():
             content = xxhash.xxh3_64_hexdigest(_bytes_of(self._leaves[self._index[name]]))
             items[name] = items[name].with_digest(content)
+        for name in self._submesh_names():
+            hasher = xxhash.xxh3_64()
+            for _, part in self.live(name).parts:
+                hasher.update(_bytes_of(part))
+            items[name] = items[name].with_digest(hasher.hexdigest())
         for name, value in self.values.items():
             if items[name].kind == "value":
                 text = json.dumps(value, separators=(",", ":")).encode()
@@ -166,5 +180,5 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements, row-major, in host memory."""
-    host = tensor.detach().to("cpu").contiguous()
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data

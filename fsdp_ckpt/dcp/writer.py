@@ -142,7 +142,8 @@ class ShardedStorageWriter(StorageWriter):
             paths=contents.paths,
             own=contents.own,
             values=contents.own_values,
-            manifest=self._spare(manifest, attempt, contents),
+            shared=contents.global_values,
+            manifest=None if manifest is None else self._complete(manifest, attempt, ()).to_json(),
         )
         data_offset = len(header.to_bytes())
         num_bytes = data_offset + contents.layout.data_bytes
@@ -175,12 +176,6 @@ class ShardedStorageWriter(StorageWriter):
         complete.check()
         publish_manifest(self.store, complete)
         return complete
-
-    def _spare(self, manifest: Manifest | None, attempt: Attempt, contents: Contents) -> Json:
-        if manifest is None:
-            return None
-        known = dataclasses.replace(manifest, values=contents.global_values)
-        return self._complete(known, attempt, ()).to_json()
 
     def _complete(
         self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]

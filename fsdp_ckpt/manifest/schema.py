@@ -100,6 +100,7 @@ class Manifest:
         files: One row per rank.
         values: Global values, typed JSON by path.
         rank_local: Paths of which every rank has its own value or tensor, in its shard file.
+        partial: Paths of which some ranks have their own, in their shard files, and the others nothing.
         varying: Paths that have a global value or tensor, from which some ranks differ: those have their
             own in their shard file.
         generation: Goes up with every rollback.
@@ -114,10 +115,16 @@ class Manifest:
     files: tuple[FileRow, ...] = ()
     values: Mapping[Path, Json] = field(default_factory=dict)
     rank_local: tuple[Path, ...] = ()
+    partial: tuple[Path, ...] = ()
     varying: tuple[Path, ...] = ()
     generation: int = 0
     created: str = ""
     library: str = ""
+
+    @property
+    def own_paths(self) -> tuple[Path, ...]:
+        """Paths without a global content: each rank that has them has its own."""
+        return (*self.rank_local, *self.partial)
 
     def to_json(self) -> dict[str, Json]:
         """Return the document without its digest."""
@@ -140,6 +147,7 @@ class Manifest:
             "files": [[f.name, f.num_bytes, f.data_offset, f.digest] for f in self.files],
             "values": [[path_to_json(path), value] for path, value in self.values.items()],
             "rank_local": [path_to_json(path) for path in self.rank_local],
+            "partial": [path_to_json(path) for path in self.partial],
             "varying": [path_to_json(path) for path in self.varying],
         }
 
@@ -211,6 +219,7 @@ class Manifest:
             ),
             values={path_from_json(path): value for path, value in document["values"]},
             rank_local=tuple(path_from_json(path) for path in document["rank_local"]),
+            partial=tuple(path_from_json(path) for path in document["partial"]),
             varying=tuple(path_from_json(path) for path in document["varying"]),
         )
         if len(manifest.values) != len(document["values"]):
@@ -231,7 +240,7 @@ class Manifest:
                 raise CorruptCheckpointError(f"file name {file.name[:80]!r} leaves the checkpoint")
             if not 8 < file.data_offset <= file.num_bytes:
                 raise CorruptCheckpointError(f"{file.name}: data at {file.data_offset} of {file.num_bytes}")
-        names = [path_name(p) for p in (*self.values, *self.rank_local, *(t.path for t in self.tensors))]
+        names = [path_name(p) for p in (*self.values, *self.own_paths, *(t.path for t in self.tensors))]
         if len(set(names)) != len(names):
             raise CorruptCheckpointError("two entries have the same name")
         if max((row.layout.max_rank for row in self.tensors), default=0) >= self.world_size:

@@ -43,8 +43,9 @@ class ShardHeader:
         paths: Entry name → where the tensor stands in the state.
         own: Names of entries that are this rank's own, not chunks of a global tensor.
         values: This rank's own values, typed JSON by path.
+        shared: The global values that this rank answers for, typed JSON by path.
         digests: One per block of the data, 16 hex digits each.
-        manifest: In rank 0's file, the manifest without its file rows.
+        manifest: In rank 0's file, the manifest without its file rows and values.
     """
 
     step: int
@@ -55,6 +56,7 @@ class ShardHeader:
     paths: Mapping[str, Path]
     own: frozenset[str] = frozenset()
     values: Mapping[Path, Json] = field(default_factory=dict)
+    shared: Mapping[Path, Json] = field(default_factory=dict)
     digests: tuple[str, ...] = ()
     manifest: Json = None
 
@@ -69,6 +71,7 @@ class ShardHeader:
             "world_size": self.world_size,
             "entries": {e.key: self._entry_to_json(e) for e in self.layout.entries},
             "values": [[path_to_json(path), value] for path, value in self.values.items()],
+            "shared": [[path_to_json(path), value] for path, value in self.shared.items()],
             "digests": {
                 "algorithm": DIGEST_ALGORITHM,
                 "block_bytes": BLOCK_BYTES,
@@ -162,6 +165,7 @@ class ShardHeader:
             paths=paths,
             own=frozenset(own),
             values={path_from_json(path): value for path, value in about["values"]},
+            shared={path_from_json(path): value for path, value in about["shared"]},
             digests=_digests_from_json(about["digests"], layout.num_blocks),
             manifest=about.get("manifest"),
         )

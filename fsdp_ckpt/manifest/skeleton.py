@@ -42,7 +42,8 @@ class _Container:
     __slots__ = ("inner", "keys", "kind")
 
     def __init__(self, kind: type, keys: tuple[Any, ...], inner: list[tuple[int, _Container]]) -> None:
-        self.kind, self.keys, self.inner = kind, keys, inner
+        self.kind: Any = kind
+        self.keys, self.inner = keys, inner
 
     @classmethod
     def of(

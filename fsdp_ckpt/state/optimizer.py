@@ -10,7 +10,7 @@ partition in an optimizer of its own, and that one's state is read; its groups l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ class Slot:
         view: Which tensor, and where in the live parameter.
         parameter: The live parameter.
         group: Its parameter group.
-        is_local: Whether this rank keeps its state; ZeRO gives every parameter to one rank.
+        is_local: Whether this rank keeps its state: ZeRO gives every parameter to one rank, FSDP1 gives some
+            ranks no elements.
     """
 
     view: ParameterView
@@ -71,7 +72,9 @@ class LiveOptimizer:
                         f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not "
                         "the model's; build the optimizer after wrapping the model, from model.parameters()"
                     )
-                is_local = id(parameter) in mine
+                # FSDP1 never steps a parameter of which this rank has no elements: a state would go stale.
+                is_empty = views[id(parameter)][0].layout is not None and not parameter.numel()
+                is_local = id(parameter) in mine and not is_empty
                 slots += [Slot(view, parameter, group, is_local) for view in views[id(parameter)]]
             self.groups.append(slots)
 
@@ -86,9 +89,9 @@ class LiveOptimizer:
         return found
 
     def collect(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": [...]}``; tensors are the live ones.
+        """Return ``{"state": {name: {...}}, "param_groups": {first name: {...}}}``; tensors are the live ones.
 
-        Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
+        Groups go by their first parameter, so that those of pipeline stages complete each other. Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
         keep it.
         """
         state = {
@@ -97,13 +100,14 @@ class LiveOptimizer:
             for slot in slots
             if (found := self.state_of(slot))
         }
-        param_groups = [
-            {
+        param_groups = {
+            slots[0].view.name: {
                 "params": [slot.view.name for slot in slots],
                 **{k: v for k, v in group.items() if k not in _NOT_HYPERPARAMETERS},
             }
             for slots, group in zip(self.groups, self._optimizer.param_groups, strict=True)
-        ]
+            if slots
+        }
         return {"state": state, "param_groups": param_groups}
 
     def target(
@@ -161,7 +165,7 @@ class LiveOptimizer:
                     by_parameter.setdefault(id(slot.parameter), []).append(slot)
         for slots in by_parameter.values():
             self._apply_state(slots, [state.get(slot.view.name) or {} for slot in slots], fresh)
-        source_of = {name: g for g in saved.get("param_groups", []) for name in g["params"]}
+        source_of = {n: g for g in saved.get("param_groups", {}).values() for n in g["params"]}
         for slots, group in zip(self.groups, self._optimizer.param_groups, strict=True):
             names = (slot.view.name for slot in slots)
             source = next((source_of[name] for name in names if name in source_of), None)
@@ -195,7 +199,7 @@ class LiveOptimizer:
         else:
             self._local.state.pop(parameter, None)
 
-    def undecidable_groups(self, saved_groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    def undecidable_groups(self, saved_groups: Collection[Mapping[str, Any]]) -> Iterator[str]:
         """Yield what keeps the saved groups' hyperparameters from the live groups."""
         index_of = {name: i for i, g in enumerate(saved_groups) for name in g["params"]}
         for i, slots in enumerate(self.groups):

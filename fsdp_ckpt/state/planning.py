@@ -7,7 +7,7 @@ line for every difference that makes the restore impossible.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,11 +73,11 @@ def _plan_tensor(
         plan.copies.append((tensor, source))
 
 
-def saved_groups(saved: SavedState) -> Sequence[Mapping[str, Any]]:
+def saved_groups(saved: SavedState) -> Collection[Mapping[str, Any]]:
     """Return the saved parameter groups' values, with the names of their parameters."""
     values = {path: value for path, value in saved.values.items() if path[0] == "optimizer"}
-    found: Sequence[Mapping[str, Any]] = subtree(values, "optimizer", "param_groups") or []
-    return found
+    groups: Mapping[str, Mapping[str, Any]] = subtree(values, "optimizer", "param_groups") or {}
+    return groups.values()
 
 
 def plan_optimizer(optimizer: LiveOptimizer, saved: SavedState, plan: RestorePlan) -> None:

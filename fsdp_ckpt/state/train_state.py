@@ -187,7 +187,7 @@ class TrainState:
         if self.model is not None:
             _apply_detached(self.model, leaves)
         saved = subtree(leaves, "optimizer") or {}
-        known = frozenset(name for g in saved.get("param_groups", []) for name in g["params"])
+        known = frozenset(name for g in saved.get("param_groups", {}).values() for name in g["params"])
         if (optimizer := self._live_optimizer(known)) is not None:
             optimizer.apply(saved, plan.fresh)
         for prefix, part in self._parts.items():

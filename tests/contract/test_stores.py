@@ -70,6 +70,11 @@ class ObjectFileSystem(MemoryFileSystem):
             self.dircache[path] = super().ls(path, detail=True)
         return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
 
+    def info(self, path: str, **kwargs: Any) -> Any:
+        path = self._strip_protocol(path)
+        cached = [info for info in self._ls_from_cache(path) or () if info["name"] == path]
+        return cached[0] if cached else super().info(path, **kwargs)
+
     def invalidate_cache(self, path: str | None = None) -> None:
         if path is None:
             self.dircache.clear()
@@ -356,6 +361,10 @@ def test_others_see_commits_at_once(open_it: OpenStore) -> None:
     assert mine.read("step/manifest") == b"three"
     put(theirs, "note", b"")
     assert mine.list_files() == {"note": 0}
+    theirs.delete("note")
+    put(theirs, "note", b"longer")
+    assert mine.size("note") == 6
+    assert mine.list_files() == {"note": 6}
     with pytest.raises(AlreadyCommittedError):
         mine.create("note", b"x")
 

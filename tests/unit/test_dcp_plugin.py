@@ -35,11 +35,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def save(state: dict[Any, Any], path: Any, planner: Any = None) -> None:
-    dcp.save(state, storage_writer=ShardedStorageWriter(path), planner=planner or ShardSavePlanner())
+    dcp.save(
+        state, storage_writer=ShardedStorageWriter(path), planner=planner or ShardSavePlanner()
+    )
 
 
 def load(state: dict[Any, Any], path: Any, planner: Any = None) -> None:
-    dcp.load(state, storage_reader=ShardedStorageReader(path), planner=planner or ReshardLoadPlanner())
+    dcp.load(
+        state, storage_reader=ShardedStorageReader(path), planner=planner or ReshardLoadPlanner()
+    )
 
 
 @contextmanager
@@ -78,7 +82,9 @@ def build(seed: int) -> dict[str, Any]:
         "empty": torch.empty(0, 3),
         "strided": torch.rand(6, 8)[::2, 1::3],
         "transposed": torch.rand(4, 5).t(),
-        "expanded": torch.rand(3, 1).expand(3, 2).clone() if seed else torch.rand(3, 1).expand(3, 2),
+        "expanded": torch.rand(3, 1).expand(3, 2).clone()
+        if seed
+        else torch.rand(3, 1).expand(3, 2),
         "bf16": torch.rand(7).bfloat16(),
         "mask": torch.rand(5) > 0.5,
         "step": seed,

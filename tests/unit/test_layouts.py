@@ -266,7 +266,11 @@ def test_flat_chunks_cover_every_element_once(
             assert (hits(shape, layout, replica) == 1).all()
             check_overlapping(layout, shape, replica, data.draw(boxes_in(shape)))
         for rank in layout.ranks:
-            assert len(layout.boxes_of(shape, rank)) <= max(2 * len(shape) - 1, 1)
+            low, high = layout.range_of(shape, rank)
+            assert 0 <= low <= high <= math.prod(shape)
+            boxes = layout.boxes_of(shape, rank)
+            assert sum(box.num_elements for box in boxes) == high - low
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
 def test_a_flat_group_too_small_is_refused() -> None:

@@ -313,6 +313,12 @@ def test_documents_that_make_no_sense_are_refused(change: Callable[[dict[str, An
     assert type(error) is CorruptCheckpointError
 
 
+def test_a_mesh_is_refused_before_it_is_built() -> None:
+    """The number of files bounds the ranks of a mesh, so that a few digits cannot fill the memory."""
+    document = make_manifest().to_json() | {"meshes": [{"shape": [2**20]}]}
+    assert "at most 4 ranks" in str(refusal_of(sealed(document)))
+
+
 def test_the_unchanged_document_is_accepted() -> None:
     """The changes above are what is refused, not the document they change."""
     assert Manifest.from_bytes(sealed(make_manifest().to_json()), WHERE) == make_manifest()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import nn
 
 from fsdp_ckpt import (
     AlreadyCommittedError,
-    CheckpointError,
     CheckpointManager,
     ClosedError,
     CorruptCheckpointError,
@@ -26,7 +23,7 @@ from fsdp_ckpt import (
     TrainState,
     UnencodableStateError,
 )
-from tests.bits import bits, live_bits
+from tests.bits import bits, live_bits, refused
 
 
 class Value:
@@ -63,17 +60,6 @@ class Job:
 
     def bits(self) -> dict[str, Any]:
         return live_bits(self.model, self.optimizer, progress=self.state.progress, **self.extra)
-
-
-@contextmanager
-def refused(error: type[CheckpointError], *lives: Job) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The body raises ``error``, in one line, and no live object of ``lives`` changes a bit."""
-    before = [life.bits() for life in lives]
-    with pytest.raises(error) as caught:
-        yield caught
-    assert isinstance(caught.value, Exception)
-    assert "\n" not in str(caught.value)
-    assert [life.bits() for life in lives] == before
 
 
 def files_of(root: Path) -> dict[Path, bytes]:
@@ -146,7 +132,9 @@ def restore_through_all_doors(saved: Job, live: Job) -> RestoreReport:
 
 def test_what_went_through_is_reported(tmp_path: Path) -> None:
     """The report lists what is missing, left out and cast, and nothing else; the rest is restored."""
-    saved = Job(tmp_path, {n: s for n, s in SAVED.items() if n != "resized"}, extra={"gone": Value(1)})
+    saved = Job(
+        tmp_path, {n: s for n, s in SAVED.items() if n != "resized"}, extra={"gone": Value(1)}
+    )
     saved.manager.save()
     shapes = {n: s for n, s in LIVE.items() if n != "resized"}
     dtypes = {"retyped": torch.bfloat16}
@@ -213,7 +201,9 @@ def test_moments_of_another_dtype_than_the_live_ones_are_refused(tmp_path: Path)
     with refused(MismatchError, live) as caught:
         live.manager.restore()
     assert "optimizer.state.w.exp_avg: dtype F32 in the checkpoint, F64 here" in str(caught.value)
-    assert "optimizer.state.w.exp_avg_sq: shape [3] in the checkpoint, [2] here" in str(caught.value)
+    assert "optimizer.state.w.exp_avg_sq: shape [3] in the checkpoint, [2] here" in str(
+        caught.value
+    )
 
 
 def test_a_new_head_starts_with_an_empty_optimizer_state(tmp_path: Path) -> None:
@@ -284,7 +274,9 @@ def test_another_data_order_is_refused_before_anything_changes(
 
 def test_generators_are_compared_by_name(tmp_path: Path) -> None:
     """A generator on one side only is a difference; allowed, it stays as it is."""
-    Job(tmp_path, {"w": (1,)}, generators={"a": random.Random(1), "b": random.Random(2)}).manager.save()
+    Job(
+        tmp_path, {"w": (1,)}, generators={"a": random.Random(1), "b": random.Random(2)}
+    ).manager.save()
     generators = {"a": random.Random(3), "c": np.random.default_rng(4)}
     live = Job(tmp_path, {"w": (1,)}, generators=generators)
     kept = bits(generators["c"].bit_generator.state)

@@ -55,7 +55,12 @@ def no_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for name in ("dump", "dumps", "load", "loads"):
         monkeypatch.setattr(pickle, name, refuse)
-    for name in ("Pickler", "Unpickler", "_Pickler", "_Unpickler"):  # classes: torch derives from them
+    for name in (
+        "Pickler",
+        "Unpickler",
+        "_Pickler",
+        "_Unpickler",
+    ):  # classes: torch derives from them
         refusing = type(name, (getattr(pickle, name),), {"__init__": refuse, "find_class": refuse})
         monkeypatch.setattr(pickle, name, refusing)
     for module in (torch, torch.serialization):
@@ -98,7 +103,9 @@ def whole_job(root: Path, seed: int) -> tuple[CheckpointManager, Callable[[], An
     extra = {
         "ema": nn.Linear(2, 2),
         "scaler": torch.amp.GradScaler("cpu"),
-        "values": Value({1: (np.float32(seed), {torch.float32}), "b": b"\xff", "t": [torch.rand(2)]}),
+        "values": Value(
+            {1: (np.float32(seed), {torch.float32}), "b": b"\xff", "t": [torch.rand(2)]}
+        ),
     }
     sampler = ResumableSampler(20)
     state = TrainState(
@@ -136,7 +143,12 @@ def test_a_whole_save_and_restore_pickles_nothing(tmp_path: Path, no_pickle: Non
 
 def dcp_state(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    values = {"s": {seed, "a"}, "n": np.arange(seed + 3), "f": float("nan"), "o": (None, b"\x80\x04")}
+    values = {
+        "s": {seed, "a"},
+        "n": np.arange(seed + 3),
+        "f": float("nan"),
+        "o": (None, b"\x80\x04"),
+    }
     return {"model": nn.Linear(3, 2), "x": [torch.rand(2)], "values": values}
 
 
@@ -151,7 +163,9 @@ def test_plain_dcp_pickles_nothing(
     dcp.load(live, storage_reader=ShardedStorageReader(tmp_path), planner=load_planner())
 
     def plain(state: dict[str, Any]) -> Any:
-        return bits({k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()})
+        return bits(
+            {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+        )
 
     assert plain(live) == plain(saved)
     assert_only_safetensors_and_json(tmp_path, but=b"\x80\x04")

@@ -1,4 +1,4 @@
-"""What a root holds decides what a restore does: fresh, the newest whole checkpoint, or an error that says why."""
+"""What a root holds decides what a restore does: start fresh, take the newest whole one, or say why not."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fsdp_ckpt import (
     StorageError,
     TrainState,
 )
-from tests.bits import live_bits
+from tests.bits import live_bits, refused
 
 
 class Job:
@@ -49,17 +48,6 @@ class Job:
 
     def bits(self) -> dict[str, Any]:
         return live_bits(self.model, self.optimizer, progress=self.state.progress)
-
-
-@contextmanager
-def refused(error: type[CheckpointError], *jobs: Job) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The body raises ``error``, in one line, and no live object of ``jobs`` changes a bit."""
-    before = [job.bits() for job in jobs]
-    with pytest.raises(error) as caught:
-        yield caught
-    assert isinstance(caught.value, Exception)
-    assert "\n" not in str(caught.value)
-    assert [job.bits() for job in jobs] == before
 
 
 # --- no checkpoint ---
@@ -299,7 +287,9 @@ def test_a_damaged_newest_falls_back(
     assert str(tmp_path / "step-000000003") in skipped.reason
 
 
-@pytest.mark.parametrize("name", [n for n in (SHARD_DAMAGE | MANIFEST_DAMAGE) if "another" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n in (SHARD_DAMAGE | MANIFEST_DAMAGE) if "another" not in n]
+)
 def test_damage_of_the_only_one_is_an_error(tmp_path: Path, name: str) -> None:
     """A run with a checkpoint never starts fresh by itself, torn ones allowed or not."""
     job = Job(tmp_path)
