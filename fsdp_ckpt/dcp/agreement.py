@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.balance import assign_replicas
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.image import Chunk
 from fsdp_ckpt.plan.layouts import (
     FlatLayout,
     Layout,
@@ -120,6 +121,13 @@ class Agreement:
     partial: tuple[Path, ...] = ()
     varying: tuple[Path, ...] = ()
     own: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+    def chunks_of(self, rank: int) -> Iterator[Chunk]:
+        """Yield the global chunks of which ``rank`` is the one writer among the ranks that hold them."""
+        for row in self.tensors:
+            if row.layout.replica_of(rank) == row.replica:
+                for box in row.layout.boxes_of(row.shape, rank):
+                    yield row.name, row.dtype, row.shape, box
 
 
 def agree(summaries: Sequence[Summary], parts: Collection[str] = ()) -> Agreement:

@@ -16,7 +16,7 @@ from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.layouts import FlatLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.state.local_shards import LocalShards
 
-__all__ = ["CODEC", "LiveTensor", "describe_tensor", "dtype_name", "torch_dtype"]
+__all__ = ["CODEC", "EXTENSIONS", "LiveTensor", "describe_tensor", "dtype_name", "torch_dtype"]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -164,22 +164,21 @@ _ALL_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dt
 _ALL_LAYOUTS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}
 _ALL_FORMATS = {str(v): v for v in vars(torch).values() if isinstance(v, torch.memory_format)}
 
-CODEC = Codec(
-    [
-        _by_name(torch.dtype, "torch.dtype", _ALL_DTYPES),
-        _by_name(torch.layout, "torch.layout", _ALL_LAYOUTS),
-        _by_name(torch.memory_format, "torch.memory_format", _ALL_FORMATS),
-        Extension(
-            tag="torch.device",
-            matches=lambda value: isinstance(value, torch.device),
-            encode=lambda value, key: {"v": str(value)},
-            decode=lambda fields: torch.device(fields["v"]),
-        ),
-        Extension(
-            tag="torch.Size",
-            matches=lambda value: isinstance(value, torch.Size),
-            encode=lambda value, key: {"v": list(value)},
-            decode=lambda fields: torch.Size(fields["v"]),
-        ),
-    ]
+EXTENSIONS = (
+    _by_name(torch.dtype, "torch.dtype", _ALL_DTYPES),
+    _by_name(torch.layout, "torch.layout", _ALL_LAYOUTS),
+    _by_name(torch.memory_format, "torch.memory_format", _ALL_FORMATS),
+    Extension(
+        tag="torch.device",
+        matches=lambda value: isinstance(value, torch.device),
+        encode=lambda value, key: {"v": str(value)},
+        decode=lambda fields: torch.device(fields["v"]),
+    ),
+    Extension(
+        tag="torch.Size",
+        matches=lambda value: isinstance(value, torch.Size),
+        encode=lambda value, key: {"v": list(value)},
+        decode=lambda fields: torch.Size(fields["v"]),
+    ),
 )
+CODEC = Codec(EXTENSIONS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.box import Box, overlap
 
-__all__ = ["LoadDifferences", "ReshardLoadPlanner", "matches"]
+__all__ = ["LoadDifferences", "ReshardLoadPlanner", "matches", "read_items"]
 
 
 @dataclass(slots=True)
@@ -194,7 +194,8 @@ class ReshardLoadPlanner(LoadPlanner):
         items: list[ReadItem] = []
         for name in self._paths:
             if name in self._tensors and name in self._rows:
-                items.extend(_tensor_items(self._tensors[name], self._rows[name]))
+                parts = self._tensors[name].parts
+                items.extend(read_items(self._rows[name], (box for box, _ in parts)))
             else:
                 items.append(_whole_item(name))
         return LoadPlan(items)
@@ -256,8 +257,9 @@ def _whole_item(name: str) -> ReadItem:
     )
 
 
-def _tensor_items(live: LiveTensor, row: TensorRow) -> Iterable[ReadItem]:
-    for wanted, _ in live.parts:
+def read_items(row: TensorRow, boxes: Iterable[Box]) -> Iterator[ReadItem]:
+    """Yield what a rank reads of one tensor to fill its boxes: one item per stored chunk that meets one."""
+    for wanted in boxes:
         for _, box in row.overlapping(wanted):
             region = overlap(box, wanted)
             if region is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ class ShardSavePlanner(SavePlanner):
         agreement, view = self.agreement, self._view
         own = agreement.own.get(self._rank, frozenset())
         if self._layout is None:
-            self._layout = ImageLayout.pack([*self._global_chunks(), *self._own_chunks(own)])
+            chunks = [*agreement.chunks_of(self._rank), *self._own_chunks(own)]
+            self._layout = ImageLayout.pack(chunks)
         layout = self._layout
         return Contents(
             layout=layout,
@@ -133,14 +134,6 @@ class ShardSavePlanner(SavePlanner):
                 if owner == self._rank
             },
         )
-
-    def _global_chunks(self) -> Iterator[Chunk]:
-        """Yield the chunks of which this rank is the one writer among the ranks that hold them."""
-        for row in self.agreement.tensors:
-            if self._view.has_tensor(row.name) and row.layout.replica_of(self._rank) == row.replica:
-                for box, _ in self._view.live(row.name).parts:
-                    if box.num_elements:
-                        yield row.name, row.dtype, row.shape, box
 
     def _own_chunks(self, own: frozenset[str]) -> Iterator[Chunk]:
         for name in sorted(own):
@@ -157,6 +150,14 @@ class ShardSavePlanner(SavePlanner):
     def _part(self, name: str, offsets: tuple[int, ...]) -> torch.Tensor:
         parts = self._view.live(name).parts
         return next(local for box, local in parts if box.offsets == offsets)
+
+    def is_plain(self, name: str) -> bool:
+        """Whether this rank holds a tensor without a layout of its own."""
+        return self._view.has_tensor(name) and self._view.live(name).layout is None
+
+    def parts(self, name: str) -> Sequence[tuple[Box, torch.Tensor]]:
+        """Return what this rank holds of a tensor, empty where it has none of it."""
+        return self._view.live(name).parts if self._view.has_tensor(name) else ()
 
     def draft_manifest(self) -> Manifest:
         """Return the manifest as far as it is known before anything is written; the writer completes it."""

@@ -24,7 +24,7 @@ from fsdp_ckpt.plan.layouts import MeshLayout
 from fsdp_ckpt.state.local_shards import LocalShards
 from fsdp_ckpt.state.rank_local import RankLocal
 
-__all__ = ["StateView"]
+__all__ = ["StateView", "bytes_of"]
 
 _SMALL_ELEMENTS = 64
 
@@ -115,7 +115,7 @@ class StateView:
         shared = {n: v for n, v in self.values.items() if self._items[n].kind == "value"}
         hasher = xxhash.xxh3_64(json.dumps(shared, separators=(",", ":")).encode())
         for batch in _batches([self._leaves[self._index[name]] for name in self._plain_names()]):
-            hasher.update(_bytes_of(batch))
+            hasher.update(bytes_of(batch))
         return hasher.hexdigest()
 
     def _plain_names(self) -> list[str]:
@@ -132,12 +132,12 @@ class StateView:
         """Return every leaf with its own digest: for ranks whose digests differ."""
         items = dict(self._items)
         for name in self._plain_names():
-            content = xxhash.xxh3_64_hexdigest(_bytes_of(self._leaves[self._index[name]]))
+            content = xxhash.xxh3_64_hexdigest(bytes_of(self._leaves[self._index[name]]))
             items[name] = items[name].with_digest(content)
         for name in self._submesh_names():
             hasher = xxhash.xxh3_64()
             for _, part in self.live(name).parts:
-                hasher.update(_bytes_of(part))
+                hasher.update(bytes_of(part))
             items[name] = items[name].with_digest(hasher.hexdigest())
         for name, value in self.values.items():
             if items[name].kind == "value":
@@ -178,7 +178,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         yield torch.stack(stack)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements, row-major, in host memory."""
     host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data

@@ -21,6 +21,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.state.local_shards import LocalShards
 from fsdp_ckpt.state.parameters import ParameterView, Views
+from fsdp_ckpt.state.saved import SavedTensor
 
 __all__ = ["LiveOptimizer", "Slot"]
 
@@ -201,15 +202,24 @@ class LiveOptimizer:
 
     def undecidable_groups(self, saved_groups: Collection[Mapping[str, Any]]) -> Iterator[str]:
         """Yield what keeps the saved groups' hyperparameters from the live groups."""
-        index_of = {name: i for i, g in enumerate(saved_groups) for name in g["params"]}
+        groups = list(saved_groups)
+        index_of = {name: i for i, g in enumerate(groups) for name in g["params"]}
         for i, slots in enumerate(self.groups):
             names = (slot.view.name for slot in slots)
             sources = sorted({index_of[name] for name in names if name in index_of})
-            if len(sources) > 1:
+            # Pipeline stages have a group each where one process has one.
+            if any(not _have_equal_options(groups[sources[0]], groups[j]) for j in sources[1:]):
                 yield (
                     f"optimizer.param_groups: group {i} here holds parameters of {len(sources)} saved groups "
                     f"({', '.join(map(str, sources))}); which hyperparameters they get is not decidable"
                 )
+
+
+def _have_equal_options(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether two saved groups have the same hyperparameters, as far as is known before data is read."""
+    keys = (a.keys() | b.keys()) - set(_NOT_HYPERPARAMETERS)
+    values = [(a.get(key), b.get(key)) for key in keys]
+    return all(not isinstance(v, SavedTensor) and v == w for v, w in values)
 
 
 def _leaf(slot: Slot, value: Any) -> Any:
@@ -228,15 +238,16 @@ def _empty(
     placements: Sequence[Placement] | None,
 ) -> torch.Tensor:
     parameter, group = slot.parameter, slot.group
+    # torch.optim keeps the step count on the host, unless its kernels read it on the device.
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return torch.empty(shape, dtype=dtype)
     if shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if placements is not None and isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         fitting = placements if len(placements) == mesh.ndim else [Replicate()] * mesh.ndim
         return empty_dtensor(*shape, dtype=dtype, device_mesh=mesh, placements=fitting)
-    # torch.optim keeps the step count on the host, unless its kernels read it on the device.
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 def _equal(a: Any, b: Any) -> bool:

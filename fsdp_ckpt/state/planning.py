@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fsdp_ckpt.state.progress import Progress
 from fsdp_ckpt.state.saved import RestorePlan, SavedState, SavedTensor, subtree
 from fsdp_ckpt.state.stateful import Stateful
 
-__all__ = ["plan_model", "plan_optimizer", "plan_part", "plan_random_states", "saved_groups"]
+__all__ = ["Resize", "plan_model", "plan_optimizer", "plan_part", "plan_random_states", "saved_groups"]
 
 
 def plan_model(live: ModelTensors, saved: SavedState, plan: RestorePlan) -> None:
@@ -74,8 +75,12 @@ def _plan_tensor(
 
 
 def saved_groups(saved: SavedState) -> Collection[Mapping[str, Any]]:
-    """Return the saved parameter groups' values, with the names of their parameters."""
-    values = {path: value for path, value in saved.values.items() if path[0] == "optimizer"}
+    """Return the saved parameter groups, with the names of their parameters; tensors undelivered."""
+    values = {
+        path: value
+        for path, value in (*saved.values.items(), *saved.tensors.items())
+        if path[:2] == ("optimizer", "param_groups")
+    }
     groups: Mapping[str, Mapping[str, Any]] = subtree(values, "optimizer", "param_groups") or {}
     return groups.values()
 
@@ -123,14 +128,23 @@ def plan_random_states(
             plan.leaves[path] = None
 
 
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """What a change of the number of ranks means for a part.
+
+    Args:
+        resized: Whether another number of ranks saved.
+        allowed: Whether the caller lets a name be missing.
+        reshards: Whether the caller can share out the part's per-rank states.
+    """
+
+    resized: bool
+    allowed: Callable[[str], bool]
+    reshards: bool
+
+
 def plan_part(
-    prefix: tuple[str, ...],
-    part: Stateful,
-    saved: SavedState,
-    plan: RestorePlan,
-    *,
-    resized: bool,
-    allowed: Callable[[str], bool],
+    prefix: tuple[str, ...], part: Stateful, saved: SavedState, plan: RestorePlan, how: Resize
 ) -> None:
     """Plan anything with a state dict of its own.
 
@@ -139,8 +153,7 @@ def plan_part(
         part: The live object.
         saved: What the checkpoint offers.
         plan: Is added to.
-        resized: Whether another number of ranks saved.
-        allowed: Whether the caller lets a name be missing.
+        how: What to do where per-rank states meet another number of ranks.
     """
     name = ".".join(prefix)
     paths = list(saved.under(*prefix))
@@ -148,11 +161,17 @@ def plan_part(
         plan.missing.append(name)
         return
     apart = [path for path in paths if path in saved.own or path in saved.varying]
-    if resized and apart:
-        if not allowed(name):
+    if how.resized and apart:
+        if how.reshards:
+            plan.resharded[name] = None
+            plan.derived.append(name)
+            plan.left_out.extend(paths)
+            return
+        if not how.allowed(name):
             plan.problems.append(
-                f"{path_name(apart[0])}: differs per rank in the checkpoint of {saved.world_size} ranks, and "
-                f"cannot be shared out to another number; allow_missing=[{name!r}] restores without it"
+                f"{path_name(apart[0])}: differs per rank in the checkpoint of {saved.world_size} ranks; give "
+                f"TrainState a reshard function for {name!r}, or restore without it by "
+                f"allow_missing=[{name!r}]"
             )
             return
         if any(path in saved.own for path in apart):

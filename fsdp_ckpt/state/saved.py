@@ -69,6 +69,8 @@ class RestorePlan:
         derived: Names that are restored from another rank's content, or made up deterministically.
         dropped: Names that are left out, as the caller allows.
         left_out: Saved paths that this rank passes over on purpose.
+        resharded: Name of a part → its state on this rank, once the caller's function has shared out the saved
+            ones; ``None`` until then.
         fresh: (id of a live flat parameter, state key) → memory that goes live later.
     """
 
@@ -79,6 +81,7 @@ class RestorePlan:
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     left_out: list[Path] = field(default_factory=list)
+    resharded: dict[str, Any] = field(default_factory=dict)
     fresh: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
 
 

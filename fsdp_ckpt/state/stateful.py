@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["Stateful"]
+__all__ = ["Reshard", "Stateful"]
+
+
+class Reshard(Protocol):
+    """Shares out a part's per-rank states to another number of ranks."""
+
+    def __call__(self, states: list[Any], *, rank: int, world_size: int) -> Any:
+        """Return the state of ``rank`` of ``world_size``, from the saved states in rank order."""
 
 
 @runtime_checkable

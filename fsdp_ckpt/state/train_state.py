@@ -23,6 +23,7 @@ from fsdp_ckpt.state.model import model_tensors
 from fsdp_ckpt.state.optimizer import LiveOptimizer
 from fsdp_ckpt.state.parameters import parameter_views
 from fsdp_ckpt.state.planning import (
+    Resize,
     plan_model,
     plan_optimizer,
     plan_part,
@@ -38,7 +39,7 @@ from fsdp_ckpt.state.rng import (
     restore_random_state,
 )
 from fsdp_ckpt.state.saved import RestorePlan, SavedState, subtree
-from fsdp_ckpt.state.stateful import Stateful
+from fsdp_ckpt.state.stateful import Reshard, Stateful
 
 __all__ = ["TrainState"]
 
@@ -52,6 +53,9 @@ class TrainState:
         lr_scheduler: Anything with ``state_dict`` and ``load_state_dict``.
         data: The data cursor; a :class:`ResumableSampler` follows ``progress.advance(samples=...)``.
         extra: Name → anything with ``state_dict`` and ``load_state_dict`` (EMA, GradScaler, metrics).
+        reshard: Part (``data``, ``extra.NAME``) → function that shares out its per-rank states to another
+            number of ranks: called on every rank with the list of the states saved, by rank, and the keywords
+            ``rank`` and ``world_size``; returns this rank's state. Without it, such a part is refused.
         generators: Name → numpy, torch or python random generators of the program's own, per rank.
         progress: Step, epoch, samples, tokens; made where not given.
 
@@ -68,6 +72,7 @@ class TrainState:
         lr_scheduler: Stateful | None = None,
         data: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
+        reshard: Mapping[str, Reshard] | None = None,
         generators: Mapping[str, object] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -75,6 +80,7 @@ class TrainState:
         self.optimizer = optimizer
         self.progress = progress or Progress()
         self.generators = dict(generators or {})
+        self.reshard = dict(reshard or {})
         self._parts: dict[tuple[str, ...], Stateful] = {}
         parts: dict[tuple[str, ...], Stateful | None]
         parts = {("lr_scheduler",): lr_scheduler, ("progress",): self.progress, ("data",): data}
@@ -85,6 +91,9 @@ class TrainState:
             if not isinstance(part, Stateful):
                 raise TypeError(f"{'.'.join(prefix)} needs state_dict() and load_state_dict()")
             self._parts[prefix] = part
+        unknown = self.reshard.keys() - {".".join(prefix) for prefix in self._parts}
+        if unknown:
+            raise MismatchError(f"reshard names {', '.join(sorted(unknown))}, which the state does not have")
         if isinstance(data, ResumableSampler):
             self.progress.attach(data)
         if optimizer is not None:
@@ -97,6 +106,11 @@ class TrainState:
         if self.model is None or self.optimizer is None:
             return None
         return LiveOptimizer(self.optimizer, parameter_views(self.model, known))
+
+    def parameter_names(self) -> frozenset[str]:
+        """Return the names of the model's parameters."""
+        views = {} if self.model is None else parameter_views(self.model)
+        return frozenset(view.name for found in views.values() for view in found)
 
     def collect(self) -> dict[str, Any]:
         """Return the state as nested dicts; tensors are the live ones, everything else is a copy.
@@ -143,7 +157,8 @@ class TrainState:
                 if p[0] in ("model", "optimizer") and p in plan.leaves
             )
         for prefix, part in self._parts.items():
-            plan_part(prefix, part, saved, plan, resized=resized, allowed=allowed)
+            how = Resize(resized, allowed, reshards=".".join(prefix) in self.reshard)
+            plan_part(prefix, part, saved, plan, how)
         if rank < saved.world_size:
             plan_random_states(self.generators, saved, plan)
         else:
@@ -191,7 +206,10 @@ class TrainState:
         if (optimizer := self._live_optimizer(known)) is not None:
             optimizer.apply(saved, plan.fresh)
         for prefix, part in self._parts.items():
-            if any(path[: len(prefix)] == prefix for path in leaves):
+            name = ".".join(prefix)
+            if name in plan.resharded:
+                part.load_state_dict(plan.resharded[name])
+            elif any(path[: len(prefix)] == prefix for path in leaves):
                 content = subtree(leaves, *prefix)
                 if isinstance(part, nn.Module):  # what was allowed to be missing stays as it is
                     content = {**part.state_dict(), **content}

@@ -27,6 +27,7 @@ from fsdp_ckpt.commit.publish import (
     publish_manifest,
     read_manifest,
     refuse_committed,
+    retire_manifest,
 )
 from fsdp_ckpt.errors import (
     AlreadyCommittedError,
@@ -271,6 +272,21 @@ def test_an_unresolved_answer_is_a_failure(tmp_path: pathlib.Path) -> None:
     assert caught.value is error
 
 
+def test_a_retired_checkpoint_makes_room_for_another(root: LocalStore) -> None:
+    """Its step can be saved again; what was there stays to be looked at, and is no checkpoint any more."""
+    store = folder(root, 7)
+    retire_manifest(store)  # nothing there: nothing to do
+    write_checkpoint(store, 7)
+    damaged = store.read(MANIFEST_KEY)[:-9]
+    overwrite(store, MANIFEST_KEY, damaged)
+    retire_manifest(store)
+    refuse_committed(store, 7)
+    assert [store.read(name) for name in store.list_files()] == [damaged]
+    second = write_checkpoint(store, 7)
+    assert read_manifest(store) == second
+    assert steps_of(list(find_checkpoints(root))) == [(7, True)]
+
+
 def test_attempts_have_names_of_their_own() -> None:
     """Attempt ids are unique, sort by time, and are file names that a manifest accepts."""
     attempts = [new_attempt() for _ in range(1000)]
@@ -413,7 +429,7 @@ def test_damaged_checkpoints_are_skipped_with_the_reason(
     assert isinstance(whole, CheckpointInfo)
     assert whole.step == 1
     assert isinstance(skipped, SkippedCheckpoint)
-    assert (skipped.step, skipped.torn) == (2, False)
+    assert (skipped.step, skipped.torn, skipped.newer) == (2, False, damage is make_manifest_newer)
     assert re.search(words, skipped.reason)
     assert len(skipped.reason.splitlines()) == 1
 

@@ -104,4 +104,4 @@ def test_a_disabled_gradient_scaler_continues(tmp_path: Path) -> None:
     manager.save()
     report = manager.restore()
     assert (report.missing, report.unexpected) == ((), ())
-    assert "extra" in report.preserved
+    assert "extra.scaler" in report.preserved

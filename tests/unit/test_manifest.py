@@ -68,6 +68,7 @@ def make_manifest() -> Manifest:
         files=file_rows(4),
         values={("lr",): 0.1, ("group", 0): {"$": "tuple", "v": [0.9, 0.95]}, ("none",): None},
         rank_local=(("rng", "torch"),),
+        partial=(("loader", 0),),
         varying=(("lr",),),
     )
 
@@ -272,6 +273,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a value named as a tensor": lambda d: d["values"].append([["w"], 1]),
     "two values of a name": lambda d: d["values"].append([["lr"], 1]),
     "a rank's own named as a value": lambda d: d["rank_local"].append(["lr"]),
+    "some ranks' own named as all ranks' own": lambda d: d["partial"].append(["rng", "torch"]),
     "a path of no parts": set_at("tensors", 0, 0)([]),
     "a path of other parts": set_at("tensors", 0, 0)([None]),
     "a row too short": lambda d: d["tensors"][0].pop(),
@@ -338,7 +340,7 @@ def test_every_field_must_be_there_and_of_its_type(value: Any) -> None:
         # What remains are texts and counts for texts and counts, and lists that may be empty.
         allowed = {
             "attempt": "x", "created": "x", "library": "x", "step": 7, "generation": 7,
-            "values": [], "rank_local": [], "varying": [], "tensors": [],
+            "values": [], "rank_local": [], "partial": [], "varying": [], "tensors": [],
         }  # fmt: skip
         assert not value if isinstance(allowed[name], list) else value == allowed[name]
 

@@ -14,6 +14,8 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_ckpt import CheckpointManager, MismatchError, TrainState
+from fsdp_ckpt.state.optimizer import LiveOptimizer
+from fsdp_ckpt.state.parameters import parameter_views
 from tests.bits import bits, live_bits, random_bits
 
 
@@ -167,6 +169,21 @@ def test_adam_moments_keep_another_dtype(tmp_path: Path) -> None:
             manager.restore()
         states.append(live_bits(model, optimizer))
     assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_step_count_stays_on_the_host(capturable: bool) -> None:
+    """As torch.optim keeps it, also of a 0-d parameter, whose shape it shares; captured, it moves along."""
+    model = nn.Module()
+    model.register_parameter("scale", nn.Parameter(torch.empty((), device="meta")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["capturable"] = capturable
+    live = LiveOptimizer(optimizer, parameter_views(model))
+    devices = {}
+    for key in ("step", "exp_avg"):
+        options = {"shape": (), "dtype": torch.float32, "placements": None, "fresh": {}}
+        devices[key] = live.target(live.slots["scale"], key, **options).device.type
+    assert devices == {"step": "meta" if capturable else "cpu", "exp_avg": "meta"}
 
 
 class Parts(nn.Module):

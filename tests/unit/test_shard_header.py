@@ -61,6 +61,7 @@ def small_header() -> ShardHeader:
         ],
         own=frozenset({"rng.torch", "none"}),
         values={("rng", "python"): {"$": "tuple", "v": [3, None]}},
+        shared={("lr", 0): 0.1},
         digests=("0123456789abcdef",),
         manifest={"step": 7},
     )
@@ -275,6 +276,8 @@ CHANGES: dict[str, Change] = {
     "no world size": lambda h, a: a.pop("world_size"),
     "values of no pairs": put("about", "values")([[["v"]]]),
     "values of no path": put("about", "values")([[[], 1]]),
+    "shared values of no path": put("about", "shared")([[[], 1]]),
+    "no shared values": lambda h, a: a.pop("shared"),
 }
 
 

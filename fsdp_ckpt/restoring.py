@@ -1,0 +1,301 @@
+"""One restore, from the newest whole checkpoint to the live state.
+
+    find -> compare -> fetch -> (all ranks have theirs) -> deliver -> apply
+
+Invariant: nothing live changes before every rank holds its verified bytes; all ranks take the same
+checkpoint, and leave with the same outcome.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdp_ckpt.commit.catalog import (
+    CheckpointInfo,
+    SkippedCheckpoint,
+    find_checkpoints,
+    step_folder,
+)
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
+from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
+from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
+from fsdp_ckpt.dcp.saved_state import saved_state
+from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, UnsupportedFormatError
+from fsdp_ckpt.manifest.tree import Path, path_name
+from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.state.saved import RestorePlan, SavedState
+from fsdp_ckpt.storage.store import Store
+
+if TYPE_CHECKING:
+    from fsdp_ckpt.state.train_state import TrainState
+
+__all__ = ["Allowed", "RestoreReport", "Restorer"]
+
+logger = logging.getLogger("fsdp_ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What a restore did, the same on all ranks but for what is a rank's own.
+
+    Args:
+        step: Restored step, or ``None`` where the run starts fresh.
+        attempt: Id of the save it came from.
+        saved_world_size: Ranks that saved.
+        preserved: Parts of the state that are back to the bit.
+        derived: Names taken from another rank's content, or made up deterministically, as for the random
+            states of ranks that did not exist.
+        dropped: Names left out.
+        missing: Live names that the checkpoint lacks; they keep their live values.
+        unexpected: Saved names that the live state lacks.
+        cast: Name → (saved dtype, live dtype).
+        skipped: Newer checkpoints that were passed over, with the reason.
+    """
+
+    step: int | None
+    attempt: str | None = None
+    saved_world_size: int | None = None
+    preserved: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    skipped: tuple[SkippedCheckpoint, ...] = ()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether there was nothing to restore."""
+        return self.step is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """Which differences between checkpoint and live state a restore may pass over.
+
+    Args:
+        missing: Patterns (``fnmatch``) of live names that the checkpoint may lack.
+        unexpected: Patterns of saved names that the live state may lack.
+        cast: Load tensors into another dtype.
+        torn: Start fresh although saves were begun under this root and none was committed.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: bool
+    torn: bool
+
+
+class Restorer:
+    """Restores from one root.
+
+    Args:
+        root: The run's root.
+        group: The ranks.
+        options: For the reader's filesystem.
+        num_threads: Reads in flight, per rank.
+    """
+
+    def __init__(
+        self, root: Store, group: RankGroup, options: Mapping[str, Any], *, num_threads: int
+    ) -> None:
+        self._root = root
+        self._group = group
+        self._options = dict(options)
+        self._num_threads = num_threads
+
+    def restore(self, state: TrainState, step: int | None, allowed: Allowed) -> RestoreReport:
+        """Bring the live state back; called by every rank.
+
+        Raises:
+            CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.restore`.
+        """
+        damaged: dict[int, str] = {}
+        while True:
+            found = self._group.coordinate(
+                "looking for a checkpoint", lambda: self._find(step, damaged, allowed)
+            )
+            skipped = tuple(SkippedCheckpoint(**s) for s in found["skipped"])
+            if found["step"] is None:
+                self._say(skipped, f"no checkpoint under {self._root.url}: starting fresh")
+                return RestoreReport(step=None, skipped=skipped)
+            try:
+                report = _Restore(self, found["step"], found["attempt"], allowed).run(state)
+            except CorruptCheckpointError as e:
+                if step is not None:
+                    raise
+                damaged[found["step"]] = str(e)
+                continue
+            self._say(skipped, f"restored step {report.step} from {self._root.url}")
+            return dataclasses.replace(report, skipped=skipped)
+
+    def _say(self, skipped: Iterable[SkippedCheckpoint], outcome: str) -> None:
+        if self._group.is_coordinator:
+            for s in skipped:
+                logger.warning("passed over the checkpoint of step %d: %s", s.step, s.reason)
+            logger.warning(outcome)
+
+    def _find(
+        self, step: int | None, damaged: Mapping[int, str], allowed: Allowed
+    ) -> dict[str, Any]:
+        """Choose the checkpoint; runs on the coordinator alone."""
+        if step is not None:
+            return {**self._find_step(step), "skipped": []}
+        skipped: list[SkippedCheckpoint] = []
+        for found in find_checkpoints(self._root):
+            if isinstance(found, SkippedCheckpoint):
+                if found.newer:
+                    # Not damage: going on from an older one would throw away a good checkpoint.
+                    raise UnsupportedFormatError(found.reason, step=found.step)
+                skipped.append(found)
+            elif found.step in damaged:
+                skipped.append(SkippedCheckpoint(step=found.step, reason=damaged[found.step]))
+            else:
+                passed = [dataclasses.asdict(s) for s in skipped]
+                return {"step": found.step, "attempt": found.attempt, "skipped": passed}
+        broken = [s for s in skipped if not s.torn]
+        if broken:
+            raise CorruptCheckpointError(
+                f"{self._root.url}: no whole checkpoint among {len(skipped)}; the newest: {broken[0].reason}",
+                step=broken[0].step,
+            )
+        if skipped and not allowed.torn:
+            raise NotFoundError(
+                f"{self._root.url}: no checkpoint, only {len(skipped)} torn attempt(s), the newest of step "
+                f"{skipped[0].step}; to start the run anew, pass allow_torn=True or another root"
+            )
+        return {"step": None, "skipped": [dataclasses.asdict(s) for s in skipped]}
+
+    def _find_step(self, step: int) -> dict[str, Any]:
+        try:
+            checkpoint = Checkpoint.open(self._root.child(step_folder(step)))
+        except NotFoundError as e:
+            found = find_checkpoints(self._root)
+            there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]
+            shown = ", ".join(there[:5]) or "none"
+            raise NotFoundError(
+                f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}", step=step
+            ) from e
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"step {step}: {e}", step=step, key=e.key) from e
+        if checkpoint.manifest.step != step:
+            raise CorruptCheckpointError(
+                f"{checkpoint.store.url}: the manifest is of step {checkpoint.manifest.step}", step=step
+            )
+        checkpoint.check_files()
+        return {"step": step, "attempt": checkpoint.manifest.attempt}
+
+
+class _Restore:
+    """One try to restore one checkpoint."""
+
+    def __init__(self, restorer: Restorer, step: int, attempt: str, allowed: Allowed) -> None:
+        self._group = restorer._group
+        self._step, self._attempt, self._allowed = step, attempt, allowed
+        self._reader = ShardedStorageReader(
+            restorer._root.child(step_folder(step)).url,
+            num_threads=restorer._num_threads,
+            **restorer._options,
+        )
+        # A rank's own random states stay its own on another world size too.
+        self._reader.set_up(
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            keep_own=lambda name: name.startswith("rng."),
+        )
+        self._planner = ReshardLoadPlanner(
+            allow_missing=allowed.missing,
+            allow_unexpected=allowed.unexpected,
+            allow_cast=allowed.cast,
+        )
+        self._leaves: dict[Path, Any] = {}
+
+    def run(self, state: TrainState) -> RestoreReport:
+        """Compare, fetch, deliver, apply; every step agreed by all ranks."""
+        group, planner = self._group, self._planner
+        saved, plan = group.run("comparing the checkpoint", lambda: self._compare(state))
+        unclaimed = group.common(planner.unclaimed)
+        group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
+        self._share_out(state, plan, saved)
+        fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+
+        def apply() -> None:
+            self._reader.deliver_tensors(fetched, planner)
+            state.apply(plan, self._leaves, saved.seed, group.rank)
+
+        group.run("restoring the state", apply)
+        return self._report(plan, saved)
+
+    def _compare(self, state: TrainState) -> tuple[SavedState, RestorePlan]:
+        manifest = self._reader.checkpoint.manifest
+        if manifest.attempt != self._attempt:
+            raise CorruptCheckpointError(
+                f"step {self._step}: attempt {self._attempt} was found, {manifest.attempt} is there now",
+                step=self._step,
+            )
+        saved = saved_state(manifest)
+        plan = state.plan_restore(
+            saved,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            allowed=lambda name: matches(name, self._allowed.missing),
+        )
+        self._leaves = dict(plan.leaves)
+        self._planner.set_up(
+            self._leaves,
+            manifest,
+            rank=self._group.rank,
+            put=self._leaves.__setitem__,
+            missing=plan.missing,
+            problems=plan.problems,
+            left_out=plan.left_out,
+        )
+        return saved, plan
+
+    def _share_out(self, state: TrainState, plan: RestorePlan, saved: SavedState) -> None:
+        """Let the caller's functions turn the per-rank states that were saved into today's."""
+        group, checkpoint = self._group, self._reader.checkpoint
+        for name in plan.resharded:
+            prefix = name.split(".", 1)
+
+            def read(prefix: list[str] = prefix, name: str = name) -> list[Any]:
+                ranks = range(saved.world_size)
+                return [PART_CODEC.encode(part_state(checkpoint, r, *prefix), name) for r in ranks]
+
+            encoded = group.coordinate(f"reading the states of {name}", read)
+            states = [PART_CODEC.decode(s) for s in encoded]
+
+            def reshard(name: str = name, states: list[Any] = states) -> Any:
+                return state.reshard[name](states, rank=group.rank, world_size=group.world_size)
+
+            plan.resharded[name] = group.run(f"sharing out {name}", reshard)
+
+    def _fetch(self, state: TrainState, plan: RestorePlan) -> Fetched:
+        fetched = self._reader.fetch(self._planner.create_local_plan())
+        absent = frozenset(fetched.absent)
+        for path in list(self._leaves):
+            if not self._planner.is_loaded(path) or path_name(path) in absent:
+                del self._leaves[path]
+        self._reader.deliver_values(fetched, self._planner)  # into the leaves: nothing live
+        state.check(plan, self._leaves)
+        return fetched
+
+    def _report(self, plan: RestorePlan, saved: SavedState) -> RestoreReport:
+        differences = self._planner.differences
+        parts = {".".join(p[:2]) if p[0] == "extra" else p[0] for p in self._leaves}
+        return RestoreReport(
+            step=self._step,
+            attempt=self._attempt,
+            saved_world_size=saved.world_size,
+            preserved=tuple(sorted(parts - {"tied", *plan.derived})),
+            derived=tuple(plan.derived),
+            dropped=tuple(plan.dropped),
+            missing=tuple(differences.missing),
+            unexpected=tuple(differences.unexpected),
+            cast=dict(differences.cast),
+        )
