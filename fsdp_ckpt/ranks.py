@@ -35,6 +35,8 @@ __all__ = ["RankGroup"]
 
 T = TypeVar("T")
 
+GRACE_S = 5.0
+
 # Groups are made in the same order on all ranks; their keys must not meet.
 _numbers = itertools.count()
 
@@ -170,7 +172,10 @@ class RankGroup:
         return {r: error_from_json(e) for r, e in failures}
 
     def _exchange(self, value: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Send ``value`` to the coordinator, which combines all of them; return what it made."""
+        """Send ``value`` to the coordinator, which combines all of them; return what it made.
+
+        What goes wrong on the coordinator, a silent rank included, is the answer that all ranks raise.
+        """
         store, number = self._store, self._round
         if self.world_size == 1:
             return combine([value])
@@ -179,19 +184,27 @@ class RankGroup:
         self._round += 1
         deadline = time.monotonic() + self.timeout_s
         answer_key = f"{number}/answer"
-        if self.is_coordinator:
+        if not self.is_coordinator:
+            store.set(f"{number}/{self.rank}", json.dumps(value))
+            # The coordinator may answer at its own deadline that a rank is silent: a little later than ours.
+            answer = json.loads(self._wait(answer_key, deadline + GRACE_S, 0, number))
+            if "error" in answer:
+                raise error_from_json(answer["error"])
+            return answer["result"]
+        try:
             values = [value]
             for rank in range(1, self.world_size):
                 values.append(json.loads(self._wait(f"{number}/{rank}", deadline, rank, number)))
                 store.delete_key(f"{number}/{rank}")
-            encoded = json.dumps(combine(values))
-            store.set(answer_key, encoded)
+            encoded = json.dumps({"result": combine(values)})
+        except Exception as e:
+            store.set(answer_key, json.dumps({"error": error_to_json(e)}))
+            raise
+        store.set(answer_key, encoded)
+        if number >= 2:
             # All ranks have read the answer before last: they have sent a value since.
-            if number >= 2:
-                store.delete_key(f"{number - 2}/answer")
-            return json.loads(encoded)
-        store.set(f"{number}/{self.rank}", json.dumps(value))
-        return json.loads(self._wait(answer_key, deadline, 0, number))
+            store.delete_key(f"{number - 2}/answer")
+        return json.loads(encoded)["result"]
 
     def _wait(self, key: str, deadline: float, rank: int, number: int) -> bytes:
         if self._store is None:

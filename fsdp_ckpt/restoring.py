@@ -198,7 +198,7 @@ class _Restore:
         self._group = restorer._group
         self._step, self._attempt, self._allowed = step, attempt, allowed
         self._reader = ShardedStorageReader(
-            restorer._root.child(step_folder(step)).url,
+            restorer._root.child(step_folder(step)),
             num_threads=restorer._num_threads,
             **restorer._options,
         )

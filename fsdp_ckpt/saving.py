@@ -119,7 +119,7 @@ class Saver:
     def _write(self, step: int, *, replace_damaged: bool) -> CheckpointInfo:
         group, planner = self._group, self._planner
         writer = ShardedStorageWriter(
-            self._root.child(step_folder(step)).url,
+            self._root.child(step_folder(step)),
             step=step,
             num_threads=self._num_threads,
             pool=self._pool,

@@ -8,6 +8,7 @@ unsharded :func:`reference`'s.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,10 @@ from fsdp_ckpt.state.names import canonical_name
 from fsdp_ckpt.state.parameters import ParameterView, parameter_views
 from tests.bits import bits
 
-GROUPS = ({"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95)})
+GROUPS = (
+    {"lr": 1e-2, "weight_decay": 0.1},
+    {"lr": 3e-3, "weight_decay": 0.0, "betas": (0.8, 0.95)},
+)
 # Optimizer group 0 by the first part of a parameter's name; the rest is group 1.
 GROUP_0 = ("first", "low", "frozen")
 STAGES = (("first", "second", "frozen", "seen"), ("low", "last", "tiny", "mask"))
@@ -116,6 +120,7 @@ class Live:
         self.state.progress.advance()
 
 
+@functools.cache
 def reference(num_steps: int, seed: int = 0) -> dict[str, Any]:
     """Return name → tensor or value of the state after ``num_steps``, in one unsharded model."""
     live = Live.of(Net(seed))
@@ -127,6 +132,7 @@ def reference(num_steps: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+@functools.cache
 def gradients(step: int) -> dict[str, torch.Tensor]:
     """Return the whole gradients of the step after ``step``, the same on all ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -162,7 +168,7 @@ def put_gradients(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
 
 
 def has_gradient(parameter: nn.Parameter, parts: Sequence[ParameterView]) -> bool:
-    """Whether training would give a live parameter a gradient: FSDP1 does not, where a rank has no elements."""
+    """Whether training gives a live parameter a gradient: FSDP1 does not, where a rank has no elements."""
     return parameter.requires_grad and (parts[0].layout is None or parameter.numel() > 0)
 
 
@@ -182,37 +188,40 @@ def named_leaves(state: TrainState) -> Iterator[tuple[str, Any]]:
         yield path_name(path), leaf
 
 
-def live_parts(state: TrainState) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield (name, box, elements) of every tensor that this rank holds; shares memory."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    for name, leaf in named_leaves(state):
-        if isinstance(leaf, LIVE_TENSOR):
-            for box, part in describe_tensor(leaf, name, rank, {}).parts:
-                yield name, box, part
-
-
 def differences(live: Live, expected: Mapping[str, Any]) -> list[str]:
     """Return what of a trained state is not, to the bit, its part of ``expected``."""
     leaves = dict(named_leaves(live.state))
     held = {name for name in leaves if name.startswith("optimizer.state.")}
     found = [f"{name}: only there or only expected" for name in held ^ live.state_names()]
+    meshes: dict[Any, Any] = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, LIVE_TENSOR):
-            if name not in expected or leaf.shape != expected[name].shape:
-                found.append(f"{name} is not expected")
-        elif bits(leaf) != bits(expected.get(name)):
-            found.append(f"{name} is {leaf}, not {expected.get(name)}")
-    for name, box, part in live_parts(live.state):
-        if name in expected and bits(part) != bits(cut(expected[name], box)):
-            found.append(f"{name} at {box.offsets}: {part}, not {cut(expected[name], box)}")
+        whole = expected.get(name)
+        if not isinstance(leaf, LIVE_TENSOR):
+            if bits(leaf) != bits(whole):
+                found.append(f"{name} is {leaf}, not {whole}")
+        elif whole is None or leaf.shape != whole.shape:
+            found.append(f"{name} has shape {leaf.shape}")
+        else:
+            parts = describe_tensor(leaf, name, own_rank(), meshes).parts
+            found += [
+                f"{name} at {box.offsets} is {part}, not {cut(whole, box)}"
+                for box, part in parts
+                if bits(part) != bits(cut(whole, box))
+            ]
     return found
+
+
+def own_rank() -> int:
+    """Return this process's rank, 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def spoil(live: Live) -> None:
     """Overwrite all that a restore must bring back, differently on every rank."""
-    with torch.no_grad():
-        for _, _, part in live_parts(live.state):
-            part.copy_(torch.rand(part.shape) * 9 > 4 if part.dtype == torch.bool else part * 0 + 77)
+    for name, leaf in named_leaves(live.state):
+        if isinstance(leaf, LIVE_TENSOR):
+            for _, part in describe_tensor(leaf, name, own_rank(), {}).parts:
+                part.fill_(part.dtype != torch.bool and 77 + own_rank())
     for group in live.optimizer.param_groups:
         group["lr"] = 7.0
     live.state.progress.step = 77
@@ -273,7 +282,9 @@ class Layouts:
 
         def wrap(module: nn.Module) -> nn.Module:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # FSDP1 is deprecated, which is no reason to lose its runs
+                warnings.simplefilter(
+                    "ignore"
+                )  # FSDP1 is deprecated, which is no reason to lose its runs
                 return FullyShardedDataParallel(
                     module,
                     sharding_strategy=strategy,

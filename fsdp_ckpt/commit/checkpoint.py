@@ -151,7 +151,10 @@ class Checkpoint:
             raise self._damaged(rank, str(e)) from e
         except StorageError as e:
             # A short file is damage; a store that cannot be reached now is not.
-            found = self.store.size(file.name)
+            try:
+                found = self.store.size(file.name)
+            except NotFoundError:
+                found = 0
             if found != file.num_bytes:
                 raise self._damaged(rank, f"it has {found} of {file.num_bytes} bytes") from e
             raise

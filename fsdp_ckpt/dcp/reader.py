@@ -36,6 +36,7 @@ from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Fetched", "ShardedStorageReader", "piece_tensor"]
 
@@ -65,13 +66,13 @@ class ShardedStorageReader(StorageReader):
     Works with :class:`~fsdp_ckpt.dcp.load_planner.ReshardLoadPlanner` and with DCP's default planner.
 
     Args:
-        path: The checkpoint's folder: a path, or any URL that fsspec knows.
+        path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
         num_threads: Reads in flight, per rank.
         **storage_options: Passed to the fsspec filesystem.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, num_threads: int = 2, **storage_options: Any
+        self, path: str | os.PathLike[str] | Store, *, num_threads: int = 2, **storage_options: Any
     ) -> None:
         self._options = storage_options
         self._num_threads = num_threads

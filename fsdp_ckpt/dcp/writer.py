@@ -30,6 +30,7 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.image import ImagePool, fill_image
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.storage.shard_io import write_shard
 from fsdp_ckpt.version import __version__
 
@@ -83,7 +84,7 @@ class ShardedStorageWriter(StorageWriter):
     checkpoint exists under its path, saving there again is refused.
 
     Args:
-        path: The checkpoint's folder: a path, or any URL that fsspec knows.
+        path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
         step: Training step, recorded in the manifest.
         generation: Number of rollbacks so far, recorded in the manifest.
         num_threads: Threads that digest and write, per rank.
@@ -93,7 +94,7 @@ class ShardedStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | Store,
         *,
         step: int = 0,
         generation: int = 0,

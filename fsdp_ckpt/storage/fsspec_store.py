@@ -5,6 +5,7 @@ Listings never come from a cache: another process's commit must be seen at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -32,16 +33,18 @@ class FsspecStore:
     """
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        self.url = url if url.endswith("://") else url.rstrip("/")
+        self._url = url if url.endswith("://") else url.rstrip("/")
+        # Messages and reports show it: without user name and password.
+        self.url = re.sub(r"://[^/@]*@", "://", self._url)
         self._options = dict(storage_options or {})
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, **self._options)
+            self._fs, self._root = fsspec.core.url_to_fs(self._url, **self._options)
         except (ValueError, ImportError) as e:
-            raise StorageError(f"{url}: {e}", key=url) from e
+            raise StorageError(f"{self.url}: {e}", key=self.url) from e
 
     def child(self, key: str) -> FsspecStore:
         """Return the store rooted at ``key``."""
-        return FsspecStore(f"{self.url}/{key}", self._options)
+        return FsspecStore(f"{self._url}/{key}", self._options)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -18,17 +18,20 @@ __all__ = ["open_store"]
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
-def open_store(url: str | os.PathLike[str], **storage_options: Any) -> Store:
+def open_store(url: str | os.PathLike[str] | Store, **storage_options: Any) -> Store:
     """Open the store rooted at ``url``; nothing is created or contacted.
 
     Args:
         url: A path, ``file://``, or any URL that fsspec knows (``s3://bucket/run``, ``memory://run``).
-            A ``PathLike`` is a local path: ``pathlib`` breaks URLs (``s3://b`` becomes ``s3:/b``).
+            A ``PathLike`` is a local path: ``pathlib`` breaks URLs (``s3://b`` becomes ``s3:/b``). A store is
+            returned as it is.
         **storage_options: Passed to the fsspec filesystem (credentials, endpoint); not to local files.
 
     Raises:
         StorageError: No such protocol, or a URL that went through ``pathlib``.
     """
+    if isinstance(url, Store):
+        return url
     text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise StorageError(f"{url!r} is not a path or URL")

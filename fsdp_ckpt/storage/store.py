@@ -7,7 +7,7 @@ Keys are relative to the store's root, with ``/`` between their parts. Every err
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = ["ObjectWriter", "Store"]
 
@@ -33,6 +33,7 @@ class ObjectWriter(Protocol):
         ...
 
 
+@runtime_checkable
 class Store(Protocol):
     """A place for objects under one root."""
 

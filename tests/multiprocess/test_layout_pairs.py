@@ -1,13 +1,12 @@
 """Every layout loads into every other: to the bit, and the next step is the unsharded one.
 
-    one process, 2 and 4 ranks    save every layout once, after two steps
-    one process, 2 and 4 ranks    restore each of them into every layout, by an optimizer that has not
-                                  stepped and by one that has; compare; step; compare
+one process, 2 and 4 ranks    save every layout once, after two steps
+one process, 2 and 4 ranks    restore each of them into every layout, by an optimizer that has not
+                              stepped and by one that has; compare; step; compare
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,17 +56,14 @@ def use(live: Live) -> None:
 def load_into_layouts(root: str, sources: list[str], own: str) -> tuple[int, list[str]]:
     """Restore every source into every layout; return the number of pairs, and what went wrong.
 
-    Args:
-        root: Of all sources.
-        sources: Their folders.
-        own: The world size of today; its sources meet both kinds of targets, others one.
+    The sources of today's world size meet both kinds of targets, every other source one of them. In the
+    end each layout saves what it has resumed, as ``again-<own>/<layout>``.
     """
     layouts = Layouts()
-    then, after = reference(NUM_STEPS), reference(NUM_STEPS + 1)
     num_pairs, failures = 0, []
     for i, name in enumerate(layouts.names()):
         live = layouts.attach(name, layouts.build(name, seed=1))
-        # First the whole row of targets whose model and optimizer were never used.
+        # First all pairs in which neither model nor optimizer was ever used.
         for stepped in (False, True):
             if stepped and name != "pipeline":
                 use(live)
@@ -77,22 +73,20 @@ def load_into_layouts(root: str, sources: list[str], own: str) -> tuple[int, lis
                 if not stepped:
                     live = layouts.attach(name, live.model)
                 pair = f"{source} -> {name}, {'stepped' if stepped else 'fresh'}"
-                found = list(pair_failures(live, f"{root}/{source}", then, after))
+                found = pair_failures(live, f"{root}/{source}", NUM_STEPS)
                 failures.extend(f"{pair}: {failure}" for failure in found)
                 num_pairs += 1
         if name != "pipeline":
             for parameter, tensor in whole_parameters(live.model).items():
-                if not torch.equal(tensor, after[f"model.{parameter}"]):
+                if not torch.equal(tensor, reference(NUM_STEPS + 1)[f"model.{parameter}"]):
                     failures.append(f"{name}: torch's own gather of {parameter} differs")
-        del live
-        gc.collect()
+        with CheckpointManager(f"{root}/again-{own}/{name}", live.state, timeout_s=60) as manager:
+            manager.save()
     return num_pairs, failures
 
 
-def pair_failures(
-    live: Live, root: str, then: dict[str, Any], after: dict[str, Any]
-) -> Iterator[str]:
-    """Restore, step, and yield what is not the reference."""
+def pair_failures(live: Live, root: str, step: int) -> Iterator[str]:
+    """Restore the checkpoint of ``step``, train a step, and yield what is not the reference."""
     spoil(live)
     try:
         with CheckpointManager(root, live.state, timeout_s=60) as manager:
@@ -100,11 +94,11 @@ def pair_failures(
     except Exception as e:  # all ranks raise it: the other pairs can go on
         yield f"{type(e).__name__}: {e}"
         return
-    if report.step != NUM_STEPS or report.missing or report.unexpected or report.dropped:
+    if report.step != step or report.missing or report.unexpected or report.dropped:
         yield str(report)
-    yield from differences(live, then)
+    yield from differences(live, reference(step))
     live.step()
-    yield from (f"after a step: {found}" for found in differences(live, after))
+    yield from (f"after a step: {found}" for found in differences(live, reference(step + 1)))
 
 
 @pytest.fixture(scope="module")
@@ -117,30 +111,40 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def sources_of(root: Path, *world_sizes: int) -> list[str]:
-    return [f"{n}/{folder.name}" for n in world_sizes for folder in sorted((root / str(n)).iterdir())]
+def sources_of(root: Path, *folders: str) -> list[str]:
+    return [
+        f"{folder}/{path.name}" for folder in folders for path in sorted((root / folder).iterdir())
+    ]
 
 
-@pytest.mark.parametrize(("own", "other"), [(4, 2), (2, 4)])
-def test_every_layout_loads_into_every_other(root: Path, own: int, other: int) -> None:
-    """All pairs of layouts, on the same number of ranks and from another one, are exact."""
-    sources = sources_of(root, own, other, 1)
-    assert len(sources) == 2 * NUM_LAYOUTS + 1
-    values = run_ranks(load_into_layouts, own, str(root), sources, str(own), timeout_s=200).values
-    for num_pairs, failures in values:
-        assert failures == []
-        assert num_pairs == NUM_LAYOUTS * (2 * NUM_LAYOUTS + NUM_LAYOUTS) + NUM_LAYOUTS
-
-
-def test_every_layout_loads_into_one_process(root: Path) -> None:
-    """A plain model in one process takes over any of them, without a process group."""
-    then, after = reference(NUM_STEPS), reference(NUM_STEPS + 1)
-    sources = sources_of(root, 4, 2, 1)
+def one_process_failures(root: Path, sources: list[str], step: int) -> list[str]:
+    """Restore every source into a plain model of this process, twice."""
     failures = []
     for source in sources:
         live = Live.of(Net(1))
-        for stepped in (False, True):
-            found = pair_failures(live, str(root / source), then, after)
-            failures.extend(f"{source}, {'stepped' if stepped else 'fresh'}: {f}" for f in found)
-    assert failures == []
+        for optimizer in ("fresh", "stepped"):
+            found = pair_failures(live, str(root / source), step)
+            failures.extend(f"{source} -> one process, {optimizer}: {failure}" for failure in found)
+    return failures
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("own", "other"), [("4", "2"), ("2", "4")])
+def test_every_layout_loads_into_every_other(root: Path, own: str, other: str) -> None:
+    """All pairs are exact, on the same number of ranks and another; what they resumed can be saved again."""
+    sources = sources_of(root, own, other, "1")
     assert len(sources) == 2 * NUM_LAYOUTS + 1
+    ranks = run_ranks(load_into_layouts, int(own), str(root), sources, own, timeout_s=400)
+    for num_pairs, failures in ranks.values:
+        assert failures == []
+        assert num_pairs == NUM_LAYOUTS * (2 * NUM_LAYOUTS + NUM_LAYOUTS) + NUM_LAYOUTS // 2
+    again = sources_of(root, f"again-{own}")
+    assert len(again) == NUM_LAYOUTS
+    assert one_process_failures(root, again, NUM_STEPS + 1) == []
+
+
+def test_every_layout_loads_into_one_process(root: Path) -> None:
+    """A plain model without a process group takes over any of them."""
+    sources = sources_of(root, "4", "2", "1")
+    assert len(sources) == 2 * NUM_LAYOUTS + 1
+    assert one_process_failures(root, sources, NUM_STEPS) == []
