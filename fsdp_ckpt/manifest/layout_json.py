@@ -30,9 +30,11 @@ class LayoutTable:
 
     def add(self, layout: Layout) -> int:
         """Return the layout's position, adding it where it is new."""
-        if not isinstance(layout, ListedLayout):
-            self._meshes.setdefault(layout.mesh, len(self._meshes))
-        return self._layouts.setdefault(layout, len(self._layouts))
+        if layout not in self._layouts:
+            if not isinstance(layout, ListedLayout):
+                self._meshes.setdefault(layout.mesh, len(self._meshes))
+            self._layouts[layout] = len(self._layouts)
+        return self._layouts[layout]
 
     def to_json(self) -> dict[str, Json]:
         """Return the fields ``meshes`` and ``layouts``."""

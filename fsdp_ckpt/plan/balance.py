@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,14 +33,14 @@ def assign_replicas(
     """
     chosen = [0] * len(tensors)
     loads = np.zeros(world_size, np.int64)
-    # A large model repeats few kinds of tensors many times.
     held: dict[tuple[Layout, tuple[int, ...]], Ints] = {}
-    for itemsize, shape, layout in tensors:
+    # A large model repeats few kinds of tensors many times.
+    for (itemsize, shape, layout), count in Counter(t for t in tensors if t[2].num_replicas == 1).items():
         if isinstance(layout, ListedLayout):
             for rank, box in layout.listed:
-                loads[rank] += box.num_elements * itemsize
-        elif layout.num_replicas == 1:
-            loads[layout.replica_ranks[0]] += _held(held, layout, shape) * itemsize
+                loads[rank] += box.num_elements * itemsize * count
+        else:
+            loads[layout.replica_ranks[0]] += _held(held, layout, shape) * itemsize * count
     sizes = [itemsize * math.prod(shape) for itemsize, shape, _ in tensors]
     queues: dict[Layout, list[tuple[int, int]]] = {}
     for i in sorted(range(len(tensors)), key=lambda i: -sizes[i]):

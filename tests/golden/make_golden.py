@@ -127,6 +127,7 @@ def build_state(rank: int) -> dict[Any, Any]:
                 "state": torch.arange(5, dtype=torch.uint8) + rank,
                 "python": (3, (rank, rank + 1), None),
                 "numpy": np.arange(3, dtype=np.uint32) * rank,
+                **({"device": "on one rank only"} if rank == 1 else {}),
             }
         ),
     }

@@ -137,7 +137,8 @@ def own_values(rank: int) -> dict[str, Any]:
     """What each rank has for itself."""
     worker = {"worker.id": 10 + rank} if rank else {}
     numpy = np.array([0, rank, 2 * rank], "u4")
-    return {**worker, "rng.python": (3, (rank, rank + 1), None), "rng.numpy": numpy}
+    device = {"rng.device": "on one rank only"} if rank == 1 else {}
+    return {**worker, "rng.python": (3, (rank, rank + 1), None), "rng.numpy": numpy, **device}
 
 
 def data_of(tensor: torch.Tensor) -> bytes:
@@ -194,6 +195,7 @@ def test_manifest_says_what_was_saved() -> None:
     assert (manifest.step, manifest.generation, manifest.world_size) == (42, 1, WORLD_SIZE)
     assert (manifest.attempt, manifest.created) == (ATTEMPT, "2026-01-01T00:00:00+00:00")
     assert [path_name(p) for p in manifest.rank_local] == ["rng.state", "rng.python", "rng.numpy"]
+    assert [path_name(p) for p in manifest.partial] == ["rng.device"]
     assert [path_name(p) for p in manifest.varying] == ["buffers.running", "worker.id"]
     assert {r.name: (r.dtype, r.shape) for r in manifest.tensors} == {
         name: (dtype, shape) for name, (dtype, shape, _) in TENSORS.items()
