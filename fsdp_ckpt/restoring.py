@@ -25,7 +25,12 @@ from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
 from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
 from fsdp_ckpt.dcp.saved_state import saved_state
-from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, UnsupportedFormatError
+from fsdp_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotFoundError,
+    UnsupportedFormatError,
+)
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.state.saved import RestorePlan, SavedState
@@ -223,6 +228,13 @@ class _Restore:
         group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
         self._share_out(state, plan, saved)
         fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+        try:
+            group.run(
+                "restoring the state", lambda: state.apply_plain_parts(plan, self._leaves)
+            )
+        except CheckpointError:
+            state.undo_plain_parts()
+            raise
 
         def apply() -> None:
             self._reader.deliver_tensors(fetched, planner)

@@ -161,8 +161,12 @@ def simulate(num_ranks: int, num_replicas: int = 1) -> dict[str, float]:
         coordinator_mb = tracemalloc.get_traced_memory()[1] / 1e6
         tracemalloc.stop()
         url = f"{folder}/{REPEATS}"
-        save_plan_s = _fastest(plan_save, lambda i: (summary_of(num_ranks, num_replicas), num_ranks, 0))
-        load_plan_s = _fastest(plan_load, lambda i: (url, summary_of(loading_ranks, num_replicas), 1))
+        save_plan_s = _fastest(
+            plan_save, lambda i: (summary_of(num_ranks, num_replicas), num_ranks, 0)
+        )
+        load_plan_s = _fastest(
+            plan_load, lambda i: (url, summary_of(loading_ranks, num_replicas), 1)
+        )
         manifest_bytes = open_store(url).size(MANIFEST_KEY)
     return {
         "coordinator_s": round(coordinator_s, 4),
@@ -185,7 +189,9 @@ def _fastest(action: Callable[..., object], arguments: Callable[[int], tuple[Any
 
 def dcp_plans(num_ranks: int) -> list[SavePlan]:
     """Return what DCP's default planner gathers from all ranks for the same state."""
-    shapes = {p: torch.Size(i.shape) for p, i in summary_of(num_ranks).items.items() if i.kind == "tensor"}
+    shapes = {
+        p: torch.Size(i.shape) for p, i in summary_of(num_ranks).items.items() if i.kind == "tensor"
+    }
     layout = MeshLayout(Mesh.world(num_ranks), (Placement(0),))
     properties = TensorProperties(dtype=torch.float32)
     mappings = {name: (name,) for name in shapes}
@@ -198,7 +204,9 @@ def dcp_plans(num_ranks: int) -> list[SavePlan]:
         return WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, shape))
 
     return [
-        SavePlan([write_item(name, shape, rank) for name, shape in shapes.items()], planner_data=mappings)
+        SavePlan(
+            [write_item(name, shape, rank) for name, shape in shapes.items()], planner_data=mappings
+        )
         for rank in range(num_ranks)
     ]
 
@@ -239,7 +247,11 @@ def main() -> int:
         print(
             f"| {num_ranks:,} | {ours['coordinator_s']:.2f} | {ours['coordinator_mb']:.0f} "
             f"| {ours['save_plan_s']:.3f} | {ours['load_plan_s']:.3f} | {ours['manifest_bytes'] / 1e6:.2f} "
-            + (f"| {dcp['dcp_plan_s']:.1f} | {dcp['dcp_metadata_bytes'] / 1e6:.0f} |" if dcp else "| - | - |"),
+            + (
+                f"| {dcp['dcp_plan_s']:.1f} | {dcp['dcp_metadata_bytes'] / 1e6:.0f} |"
+                if dcp
+                else "| - | - |"
+            ),
             flush=True,
         )
     return 0
@@ -249,7 +261,9 @@ def _run(*arguments: str) -> dict[str, float] | None:
     """Run this script in a process of its own, for clean memory; ``None`` where it takes too long."""
     command = [sys.executable, __file__, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=DCP_LIMIT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=DCP_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         return None
     found: dict[str, float] = json.loads(done.stdout)

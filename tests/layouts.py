@@ -197,7 +197,7 @@ def differences(live: Live, expected: Mapping[str, Any]) -> list[str]:
     for name, leaf in leaves.items():
         whole = expected.get(name)
         if not isinstance(leaf, LIVE_TENSOR):
-            if bits(leaf) != bits(whole):
+            if repr(leaf) != repr(whole):
                 found.append(f"{name} is {leaf}, not {whole}")
         elif whole is None or leaf.shape != whole.shape:
             found.append(f"{name} has shape {leaf.shape}")

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
@@ -66,6 +67,10 @@ class Item:
         return dataclasses.replace(self, digest=content)
 
 
+# What is said about one name, each with the ranks that say it; the lowest rank's first.
+Holders: TypeAlias = Sequence[tuple[Item, Sequence[int]]]
+
+
 @dataclass(frozen=True)
 class Summary:
     """All leaves of one rank's state, by name."""
@@ -78,7 +83,14 @@ class Summary:
         rows = []
         for item in self.items.values():
             layout = None if item.layout is None else table.add(item.layout)
-            row = [item.kind, path_to_json(item.path), item.dtype, list(item.shape), layout, item.digest]
+            row = [
+                item.kind,
+                path_to_json(item.path),
+                item.dtype,
+                list(item.shape),
+                layout,
+                item.digest,
+            ]
             rows.append(row)
         return {**table.to_json(), "items": rows}
 
@@ -143,53 +155,60 @@ def agree(summaries: Sequence[Summary], parts: Collection[str] = ()) -> Agreemen
             rank-local.
     """
     world_size = len(summaries)
-    distinct = {id(s): s for s in summaries}
-    if len(distinct) == 1:
-        return _agree_on(summaries[0], world_size)
+    ranks_of: dict[int, list[int]] = {}
+    for rank, summary in enumerate(summaries):
+        ranks_of.setdefault(id(summary), []).append(rank)
+    everywhere = MeshLayout(Mesh.world(world_size), (Placement(),))
+    if len(ranks_of) == 1:
+        return _agree_on(summaries[0], world_size, everywhere)
+    # Costs as much as there are different summaries, not as there are ranks.
+    distinct = [(summaries[ranks[0]].items, ranks) for ranks in ranks_of.values()]
     tensors: list[TensorRow] = []
     value_owners: dict[str, int] = {}
     rank_local: list[Path] = []
     partial: list[Path] = []
     varying: list[Path] = []
-    own: dict[int, set[str]] = {rank: set() for rank in range(world_size)}
-    for name in dict.fromkeys(name for s in distinct.values() for name in s.items):
-        holders = {r: s.items[name] for r, s in enumerate(summaries) if name in s.items}
-        first_rank, first = next(iter(holders.items()))
-        declared = any(item.kind == "own" for item in holders.values())
-        lacking = len(holders) < world_size
+    own: dict[int, set[str]] = defaultdict(set)
+    for name in dict.fromkeys(name for items, _ in distinct for name in items):
+        holders = [(items[name], ranks) for items, ranks in distinct if name in items]
+        first, (first_rank, *_) = holders[0]
+        declared = any(item.kind == "own" for item, _ in holders)
+        lacking = sum(len(ranks) for _, ranks in holders) < world_size
         if declared or (lacking and first.layout is None and first.path[0] in parts):
             _check_own(name, holders, declared)
             (partial if lacking else rank_local).append(first.path)
-            for rank in holders:
+            for rank in (rank for _, ranks in holders for rank in ranks):
                 own[rank].add(name)
             continue
         if first.layout is not None:
-            tensors.append(_row(first, _shared_layout(name, holders)))
+            layout = _shared_layout(name, holders)
+            if lacking or layout.max_rank >= world_size:
+                _check_held(name, holders, layout)
+            tensors.append(_row(first, layout))
             continue
-        differing = [r for r, item in holders.items() if item != first]
+        differing = [rank for item, ranks in holders if item != first for rank in ranks]
         for rank in differing:
             own[rank].add(name)
         if differing:
             varying.append(first.path)
         if first.kind == "value":
             value_owners[name] = first_rank
-        elif differing or len(holders) < world_size:
+        elif differing or lacking:
             tensors.append(_row(first, ListedLayout.of([(first_rank, Box.whole(first.shape))])))
         else:
-            tensors.append(_row(first, _everywhere(world_size)))
+            tensors.append(_row(first, everywhere))
     return Agreement(
         tensors=_with_replicas(tensors, world_size),
         value_owners=value_owners,
         rank_local=tuple(rank_local),
         partial=tuple(partial),
         varying=tuple(varying),
-        own={rank: frozenset(names) for rank, names in own.items() if names},
+        own={rank: frozenset(own[rank]) for rank in sorted(own)},
     )
 
 
-def _agree_on(summary: Summary, world_size: int) -> Agreement:
+def _agree_on(summary: Summary, world_size: int, everywhere: MeshLayout) -> Agreement:
     """All ranks have sent this summary."""
-    everywhere = _everywhere(world_size)
     items = summary.items
     tensors = [_row(i, i.layout or everywhere) for i in items.values() if i.kind == "tensor"]
     own = frozenset(name for name, item in items.items() if item.kind == "own")
@@ -201,10 +220,6 @@ def _agree_on(summary: Summary, world_size: int) -> Agreement:
     )
 
 
-def _everywhere(world_size: int) -> MeshLayout:
-    return MeshLayout(Mesh.world(world_size), (Placement(),))
-
-
 def _row(item: Item, layout: Layout) -> TensorRow:
     return TensorRow(path=item.path, dtype=item.dtype, shape=item.shape, layout=layout)
 
@@ -213,13 +228,15 @@ def _with_replicas(rows: Sequence[TensorRow], world_size: int) -> tuple[TensorRo
     tensors = [(itemsize(row.dtype), row.shape, row.layout) for row in rows]
     replicas = assign_replicas(tensors, world_size)
     return tuple(
-        TensorRow(path=row.path, dtype=row.dtype, shape=row.shape, layout=row.layout, replica=replica)
+        TensorRow(
+            path=row.path, dtype=row.dtype, shape=row.shape, layout=row.layout, replica=replica
+        )
         for row, replica in zip(rows, replicas, strict=True)
     )
 
 
-def _check_own(name: str, holders: Mapping[int, Item], declared: bool) -> None:
-    undeclared = [r for r, item in holders.items() if item.kind != "own"]
+def _check_own(name: str, holders: Holders, declared: bool) -> None:
+    undeclared = [ranks[0] for item, ranks in holders if item.kind != "own"]
     if declared and undeclared:
         raise MismatchError(
             f"{name}: declared rank-local on some ranks, but not on rank {undeclared[0]}",
@@ -228,16 +245,16 @@ def _check_own(name: str, holders: Mapping[int, Item], declared: bool) -> None:
         )
 
 
-def _shared_layout(name: str, holders: Mapping[int, Item]) -> MeshLayout | FlatLayout:
+def _shared_layout(name: str, holders: Holders) -> MeshLayout | FlatLayout:
     """Return the layout of a sharded tensor over all ranks that hold it.
 
     Submeshes that share no rank, such as the data-parallel ones of several tensor-parallel ranks, hold
     replicas, where their bits are equal; another tensor may well have the same name there.
     """
-    first_rank, first = next(iter(holders.items()))
-    layouts = list(dict.fromkeys(item.layout for item in holders.values() if item.layout is not None))
+    first, (first_rank, *_) = holders[0]
+    layouts = list(dict.fromkeys(item.layout for item, _ in holders if item.layout is not None))
     layout = _stack(layouts)
-    for rank, item in holders.items():
+    for item, (rank, *_) in holders:
         same = (item.kind, item.dtype, item.shape) == (first.kind, first.dtype, first.shape)
         if not same or item.layout is None or (layout is None and item.layout != first.layout):
             raise MismatchError(
@@ -250,14 +267,21 @@ def _shared_layout(name: str, holders: Mapping[int, Item]) -> MeshLayout | FlatL
         raise AssertionError("layouts that do not stack are not all equal")
     if len(layouts) > 1:
         _check_equal(name, holders, layouts)
+    return layout
+
+
+def _check_held(name: str, holders: Holders, layout: MeshLayout | FlatLayout) -> None:
+    present = {rank for _, ranks in holders for rank in ranks}
+    if present.issuperset(layout.ranks):
+        return
     # A rank without elements of a flat parameter may have no state for it either.
-    chunks = (layout.chunks(first.shape, replica) for replica in range(layout.num_replicas))
-    absent = {int(rank) for held in chunks for rank in held.ranks} - set(holders)
+    shape = holders[0][0].shape
+    chunks = (layout.chunks(shape, replica) for replica in range(layout.num_replicas))
+    absent = {int(rank) for held in chunks for rank in held.ranks} - present
     if absent:
         raise MismatchError(
             f"{name}: rank {min(absent)} of its mesh does not hold it", rank=min(absent), key=name
         )
-    return layout
 
 
 def _stack(layouts: Sequence[MeshLayout | FlatLayout]) -> MeshLayout | FlatLayout | None:
@@ -281,11 +305,10 @@ def _stack(layouts: Sequence[MeshLayout | FlatLayout]) -> MeshLayout | FlatLayou
     return MeshLayout(mesh, (Placement(), *first.placements))
 
 
-def _check_equal(
-    name: str, holders: Mapping[int, Item], layouts: Sequence[MeshLayout | FlatLayout]
-) -> None:
+def _check_equal(name: str, holders: Holders, layouts: Sequence[MeshLayout | FlatLayout]) -> None:
+    digest_of = {rank: item.digest for item, ranks in holders for rank in ranks}
     for ranks in zip(*(layout.ranks for layout in layouts), strict=True):
-        digests = {rank: holders[rank].digest for rank in ranks if rank in holders}
+        digests = {rank: digest_of[rank] for rank in ranks if rank in digest_of}
         differing = [rank for rank in digests if digests[rank] != next(iter(digests.values()))]
         if differing:
             raise MismatchError(

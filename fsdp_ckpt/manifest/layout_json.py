@@ -83,7 +83,7 @@ def _mesh_from_json(encoded: Any, max_ranks: int) -> Mesh:
     num_ranks = math.prod(shape)
     if not 0 < num_ranks <= max_ranks:
         raise CorruptCheckpointError(f"mesh of shape {shape} for at most {max_ranks} ranks")
-    return Mesh(shape, counts(encoded["ranks"]) if "ranks" in encoded else tuple(range(num_ranks)))
+    return Mesh(shape, counts(encoded["ranks"])) if "ranks" in encoded else Mesh.whole(shape)
 
 
 def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:

@@ -6,8 +6,9 @@ lists and tuples. A leaf's *name* is its path joined by dots, which is also DCP'
 
     {"a": {3: x}, "b": [t, t]}   ->   ("a", 3): x, ("b", ListIndex(0)): t, ("b", ListIndex(1)): t
 
-Dicts are always taken apart; lists and tuples only where they hold something that :func:`flatten` is
-told to look for (tensors). Everything else is a leaf, empty containers included.
+Dicts are always taken apart; lists where they hold a dict, or something that :func:`flatten` is told to look
+for (tensors); tuples where they hold the latter. Everything else is a leaf, empty containers included. So
+names are those that DCP's own planners give.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def children_of(
                 f"{path_name(path)}: the dict key {bad[0]!r} above a tensor must be a str or an int",
                 key=path_name(path),
             )
-    if type(value) is list and _holds(value, is_target):
+    if type(value) is list and _holds(value, lambda v: is_target(v) or isinstance(v, Mapping)):
         return ((ListIndex(i), child) for i, child in enumerate(value))
     if type(value) is tuple and _holds(value, is_target):
         return ((TupleIndex(i), child) for i, child in enumerate(value))

@@ -35,7 +35,9 @@ def assign_replicas(
     loads = np.zeros(world_size, np.int64)
     held: dict[tuple[Layout, tuple[int, ...]], Ints] = {}
     # A large model repeats few kinds of tensors many times.
-    for (itemsize, shape, layout), count in Counter(t for t in tensors if t[2].num_replicas == 1).items():
+    for (itemsize, shape, layout), count in Counter(
+        t for t in tensors if t[2].num_replicas == 1
+    ).items():
         if isinstance(layout, ListedLayout):
             for rank, box in layout.listed:
                 loads[rank] += box.num_elements * itemsize * count
@@ -49,7 +51,9 @@ def assign_replicas(
             continue
         groups = layout.replica_ranks
         if layout not in queues:
-            queues[layout] = [(load, r) for r, load in enumerate(loads[groups].max(axis=1).tolist())]
+            queues[layout] = [
+                (load, r) for r, load in enumerate(loads[groups].max(axis=1).tolist())
+            ]
             heapq.heapify(queues[layout])
         queue = queues[layout]
         # A replica's load grows behind the queue's back when another layout shares its ranks.

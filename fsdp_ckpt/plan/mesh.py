@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -37,7 +37,13 @@ class Mesh:
     @classmethod
     def world(cls, size: int) -> Mesh:
         """Return the 1-D mesh of all ranks."""
-        return cls((size,), tuple(range(size)))
+        return cls.whole((size,))
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def whole(shape: tuple[int, ...]) -> Mesh:
+        """Return the mesh of the ranks 0, 1, 2 ...; one object per shape, which is quick to compare."""
+        return Mesh(shape, tuple(range(math.prod(shape))))
 
     @cached_property
     def _hash(self) -> int:

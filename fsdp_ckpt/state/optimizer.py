@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
 
-from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.errors import MismatchError, UnencodableStateError
 from fsdp_ckpt.state.local_shards import LocalShards
 from fsdp_ckpt.state.parameters import ParameterView, Views
 from fsdp_ckpt.state.saved import SavedTensor
@@ -95,6 +95,14 @@ class LiveOptimizer:
         Groups go by their first parameter, so that those of pipeline stages complete each other. Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
         keep it.
         """
+        known = {id(slot.parameter) for slots in self.groups for slot in slots}
+        for key in self._local.state:
+            if id(key) not in known and self._local.state[key]:
+                raise UnencodableStateError(
+                    f"optimizer.state: an entry under {str(key)[:60]!r}, which is no parameter of its groups, has "
+                    "no name to be saved under; keep it in the parameters' state, or in an extra",
+                    key="optimizer.state",
+                )
         state = {
             slot.view.name: {k: _leaf(slot, v) for k, v in found.items()}
             for slots in self.groups

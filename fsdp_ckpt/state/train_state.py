@@ -3,20 +3,21 @@
     collect       live objects -> nested dict; shares memory, changes nothing
     plan_restore  what a checkpoint offers -> where each part goes; changes nothing
     check         what only the checkpoint's data can tell; changes nothing
-    apply         model, optimizer, schedule, progress, data, extra, random states last
+    apply         parts without tensors, model, optimizer, the other parts, random states last
 
 Random states come last, since rebuilding the rest may draw random numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.errors import MismatchError, UnencodableStateError
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.state.data import ResumableSampler
 from fsdp_ckpt.state.model import model_tensors
@@ -61,7 +62,7 @@ class TrainState:
 
     Raises:
         MismatchError: The optimizer holds parameters that the model does not have.
-        TypeError: A part lacks ``state_dict`` or ``load_state_dict``.
+        UnencodableStateError: A part lacks ``state_dict`` or ``load_state_dict``.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TrainState:
         self.progress = progress or Progress()
         self.generators = dict(generators or {})
         self.reshard = dict(reshard or {})
+        self._before: list[tuple[Stateful, Any]] = []
         self._parts: dict[tuple[str, ...], Stateful] = {}
         parts: dict[tuple[str, ...], Stateful | None]
         parts = {("lr_scheduler",): lr_scheduler, ("progress",): self.progress, ("data",): data}
@@ -89,7 +91,10 @@ class TrainState:
             if part is None:
                 continue
             if not isinstance(part, Stateful):
-                raise TypeError(f"{'.'.join(prefix)} needs state_dict() and load_state_dict()")
+                raise UnencodableStateError(
+                    f"{'.'.join(prefix)}: a {type(part).__name__} without state_dict() and load_state_dict()",
+                    key=".".join(prefix),
+                )
             self._parts[prefix] = part
         unknown = self.reshard.keys() - {".".join(prefix) for prefix in self._parts}
         if unknown:
@@ -187,6 +192,42 @@ class TrainState:
             for section, here in capture_random_state(self.generators).items()
         }
 
+    def apply_plain_parts(self, plan: RestorePlan, leaves: Mapping[Path, Any]) -> None:
+        """Load the parts whose state holds no tensors; if one refuses, those before it are put back.
+
+        They come before the tensors, so that what a part's own ``load_state_dict`` refuses leaves model and
+        optimizer as they were.
+
+        Args:
+            plan: As :meth:`plan_restore` made it.
+            leaves: The plan's leaves, with the values in place.
+        """
+        self._before = []
+        for prefix, part, content in self._contents(plan, leaves):
+            if _is_plain(leaves, prefix):
+                self._before.append((part, copy.deepcopy(part.state_dict())))
+                part.load_state_dict(content)
+
+    def undo_plain_parts(self) -> None:
+        """Put back what :meth:`apply_plain_parts` has loaded; for a restore that fails on another rank."""
+        for part, state in reversed(self._before):
+            part.load_state_dict(state)
+        self._before = []
+
+    def _contents(
+        self, plan: RestorePlan, leaves: Mapping[Path, Any]
+    ) -> Iterator[tuple[tuple[str, ...], Stateful, Any]]:
+        """Yield (prefix, part, what it gets) of every part that gets something."""
+        for prefix, part in self._parts.items():
+            name = ".".join(prefix)
+            if name in plan.resharded:
+                yield prefix, part, plan.resharded[name]
+            elif any(path[: len(prefix)] == prefix for path in leaves):
+                content = subtree(leaves, *prefix)
+                if isinstance(part, nn.Module):  # what was allowed to be missing stays as it is
+                    content = {**part.state_dict(), **content}
+                yield prefix, part, content
+
     def apply(self, plan: RestorePlan, leaves: Mapping[Path, Any], seed: int, rank: int) -> None:
         """Put a checkpoint's content into the live objects; the plan's tensors are filled by now.
 
@@ -205,19 +246,19 @@ class TrainState:
         known = frozenset(name for g in saved.get("param_groups", {}).values() for name in g["params"])
         if (optimizer := self._live_optimizer(known)) is not None:
             optimizer.apply(saved, plan.fresh)
-        for prefix, part in self._parts.items():
-            name = ".".join(prefix)
-            if name in plan.resharded:
-                part.load_state_dict(plan.resharded[name])
-            elif any(path[: len(prefix)] == prefix for path in leaves):
-                content = subtree(leaves, *prefix)
-                if isinstance(part, nn.Module):  # what was allowed to be missing stays as it is
-                    content = {**part.state_dict(), **content}
+        for prefix, part, content in self._contents(plan, leaves):
+            if not _is_plain(leaves, prefix):
                 part.load_state_dict(content)
         if "rng" in plan.derived:
             restore_random_state(derive_random_state(seed, rank, self.generators), self.generators)
         elif any(path[0] == "rng" for path in leaves):
             restore_random_state(self._saved_random_state(leaves), self.generators)
+
+
+def _is_plain(leaves: Mapping[Path, Any], prefix: tuple[str, ...]) -> bool:
+    """Whether a part's state comes without tensors that are still to be filled."""
+    inside = (leaf for path, leaf in leaves.items() if path[: len(prefix)] == prefix)
+    return not any(isinstance(leaf, torch.Tensor) for leaf in inside)
 
 
 def _apply_detached(model: nn.Module, leaves: Mapping[Path, Any]) -> None:

@@ -198,7 +198,7 @@ def values() -> dict[str, Any]:
         "range": range(1, 9, 2),
         "deque": collections.deque([1, 2], maxlen=3),
         "dict": {"nested": {1: "one", (2, 3): "pair"}, "empty": {}},
-        "dollar": [{"$": "not a tag"}],
+        "dollar": ({"$": "not a tag"},),
         "OrderedDict": collections.OrderedDict(b=1, a=2),
         "Counter": counter,
         "defaultdict": grouped,

@@ -87,7 +87,9 @@ TENSORS |= {
     for dtype, name in DTYPES.items()
 }
 VALUES: dict[str, Any] = {
-    "optimizer.param_groups": [{"params": ["rows.weight"], "betas": (0.9, 0.95), "lr": 0.001}],
+    "optimizer.param_groups.0.params": ["rows.weight"],
+    "optimizer.param_groups.0.betas": (0.9, 0.95),
+    "optimizer.param_groups.0.lr": 0.001,
     "containers.tuple.1": "between",
     "values.none": None,
     "values.bool": True,
@@ -109,7 +111,7 @@ VALUES: dict[str, Any] = {
     "values.deque": collections.deque([1, 2], maxlen=3),
     "values.dict.nested": {1: "one", (2, 3): "pair"},
     "values.dict.empty": {},
-    "values.dollar": [{"$": "not a tag"}],
+    "values.dollar": ({"$": "not a tag"},),
     "values.OrderedDict": collections.OrderedDict([("b", 1), ("a", 2)]),
     "values.Counter": collections.Counter({"a": 2, "b": 0}),
     "values.defaultdict": collections.defaultdict(list, {"x": [1]}),

@@ -7,12 +7,12 @@ one process, 2 and 4 ranks    restore each of them into every layout, by an opti
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_ckpt import CheckpointManager
 from fsdp_ckpt.testing import run_ranks
@@ -35,7 +35,7 @@ def save_layouts(root: str) -> None:
     layouts = Layouts()
     for name in layouts.names():
         live = layouts.attach(name, layouts.build(name, seed=0))
-        train_and_save(live, f"{root}/{name}", used=name != "pipeline")
+        train_and_save(live, f"{root}/{layouts.world_size}/{name}", used=name != "pipeline")
 
 
 def train_and_save(live: Live, root: str, *, used: bool) -> None:
@@ -53,11 +53,18 @@ def use(live: Live) -> None:
     live.optimizer.zero_grad()
 
 
-def load_into_layouts(root: str, sources: list[str], own: str) -> tuple[int, list[str]]:
+def save_and_load_layouts(root: str) -> tuple[int, list[str]]:
+    """Do both, in one set of processes."""
+    save_layouts(root)
+    dist.barrier()
+    return load_into_layouts(root)
+
+
+def load_into_layouts(root: str) -> tuple[int, list[str]]:
     """Restore every source into every layout; return the number of pairs, and what went wrong.
 
     The sources of today's world size meet both kinds of targets, every other source one of them. In the
-    end each layout saves what it has resumed, as ``again-<own>/<layout>``.
+    end each layout saves what it has resumed, as ``again-<world size>/<layout>``.
     """
     layouts = Layouts()
     num_pairs, failures = 0, []
@@ -67,8 +74,8 @@ def load_into_layouts(root: str, sources: list[str], own: str) -> tuple[int, lis
         for stepped in (False, True):
             if stepped and name != "pipeline":
                 use(live)
-            for j, source in enumerate(sources):
-                if not source.startswith(f"{own}/") and (i + j) % 2 != stepped:
+            for j, source in enumerate(sources_of(root, "4", "2", "1")):
+                if not source.startswith(f"{layouts.world_size}/") and (i + j) % 2 != stepped:
                     continue
                 if not stepped:
                     live = layouts.attach(name, live.model)
@@ -80,7 +87,8 @@ def load_into_layouts(root: str, sources: list[str], own: str) -> tuple[int, lis
             for parameter, tensor in whole_parameters(live.model).items():
                 if not torch.equal(tensor, reference(NUM_STEPS + 1)[f"model.{parameter}"]):
                     failures.append(f"{name}: torch's own gather of {parameter} differs")
-        with CheckpointManager(f"{root}/again-{own}/{name}", live.state, timeout_s=60) as manager:
+        folder = f"{root}/again-{layouts.world_size}/{name}"
+        with CheckpointManager(folder, live.state, timeout_s=60) as manager:
             manager.save()
     return num_pairs, failures
 
@@ -101,49 +109,54 @@ def pair_failures(live: Live, root: str, step: int) -> Iterator[str]:
     yield from (f"after a step: {found}" for found in differences(live, reference(step + 1)))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of all sources: ``1/plain``, ``2/<layout>``, ``4/<layout>``."""
-    root = tmp_path_factory.mktemp("sources")
-    train_and_save(Live.of(Net(0)), str(root / "1" / "plain"), used=True)
-    for world_size in (2, 4):
-        run_ranks(save_layouts, world_size, str(root / str(world_size)))
-    return root
-
-
-def sources_of(root: Path, *folders: str) -> list[str]:
+def sources_of(root: str, *folders: str) -> list[str]:
     return [
-        f"{folder}/{path.name}" for folder in folders for path in sorted((root / folder).iterdir())
+        f"{folder}/{name}" for folder in folders for name in sorted(os.listdir(f"{root}/{folder}"))
     ]
 
 
-def one_process_failures(root: Path, sources: list[str], step: int) -> list[str]:
+def one_process_failures(root: str, sources: list[str], step: int) -> list[str]:
     """Restore every source into a plain model of this process, twice."""
     failures = []
     for source in sources:
         live = Live.of(Net(1))
         for optimizer in ("fresh", "stepped"):
-            found = pair_failures(live, str(root / source), step)
+            found = pair_failures(live, f"{root}/{source}", step)
             failures.extend(f"{source} -> one process, {optimizer}: {failure}" for failure in found)
     return failures
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("own", "other"), [("4", "2"), ("2", "4")])
-def test_every_layout_loads_into_every_other(root: Path, own: str, other: str) -> None:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of all sources: ``1/plain``, ``2/<layout>``, ``4/<layout>``."""
+    return str(tmp_path_factory.mktemp("sources"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(root: str) -> dict[int, list[tuple[int, list[str]]]]:
+    """Return world size → per rank, the number of pairs and what went wrong."""
+    train_and_save(Live.of(Net(0)), f"{root}/1/plain", used=True)
+    run_ranks(save_layouts, 2, root)
+    on_4 = run_ranks(save_and_load_layouts, 4, root, timeout_s=400).values
+    return {4: on_4, 2: run_ranks(load_into_layouts, 2, root, timeout_s=400).values}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", [4, 2])
+def test_every_layout_loads_into_every_other(
+    root: str, outcomes: dict[int, list[tuple[int, list[str]]]], world_size: int
+) -> None:
     """All pairs are exact, on the same number of ranks and another; what they resumed can be saved again."""
-    sources = sources_of(root, own, other, "1")
-    assert len(sources) == 2 * NUM_LAYOUTS + 1
-    ranks = run_ranks(load_into_layouts, int(own), str(root), sources, own, timeout_s=400)
-    for num_pairs, failures in ranks.values:
+    for num_pairs, failures in outcomes[world_size]:
         assert failures == []
-        assert num_pairs == NUM_LAYOUTS * (2 * NUM_LAYOUTS + NUM_LAYOUTS) + NUM_LAYOUTS // 2
-    again = sources_of(root, f"again-{own}")
+        assert num_pairs == NUM_LAYOUTS * (2 * NUM_LAYOUTS + NUM_LAYOUTS + 1)
+    again = sources_of(root, f"again-{world_size}")
     assert len(again) == NUM_LAYOUTS
     assert one_process_failures(root, again, NUM_STEPS + 1) == []
 
 
-def test_every_layout_loads_into_one_process(root: Path) -> None:
+@pytest.mark.usefixtures("outcomes")
+def test_every_layout_loads_into_one_process(root: str) -> None:
     """A plain model without a process group takes over any of them."""
     sources = sources_of(root, "4", "2", "1")
     assert len(sources) == 2 * NUM_LAYOUTS + 1

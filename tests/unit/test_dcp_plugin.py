@@ -107,11 +107,6 @@ PLANNERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-LISTS_OF_DICTS = pytest.mark.xfail(
-    reason="DCP's planners take lists of dicts apart, ours only lists that hold a tensor"
-)
-
-
 @pytest.mark.parametrize("planners", PLANNERS)
 def test_a_state_dict_comes_back_to_the_bit(tmp_path: Path, planners: str) -> None:
     """Tensors arrive in the live memory, strided as it is; values in the dicts; Statefuls load theirs."""
@@ -130,15 +125,7 @@ def test_a_state_dict_comes_back_to_the_bit(tmp_path: Path, planners: str) -> No
         assert live[key] is tensors[key]
 
 
-@pytest.mark.parametrize(
-    "planners",
-    [
-        "ours",
-        "DCP's",
-        pytest.param("DCP's to save", marks=LISTS_OF_DICTS),
-        pytest.param("DCP's to load", marks=LISTS_OF_DICTS),
-    ],
-)
+@pytest.mark.parametrize("planners", PLANNERS)
 def test_modules_and_optimizers_are_statefuls(tmp_path: Path, planners: str) -> None:
     """Given as they are, with an optimizer's int keys, groups and step counts."""
     save_planner, load_planner = PLANNERS[planners]

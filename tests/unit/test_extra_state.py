@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ckpt import CheckpointManager, TrainState
-from tests.bits import bits
+from fsdp_ckpt import CheckpointError, CheckpointManager, TrainState
+from tests.bits import bits, live_bits
 
 
 class Holder:
@@ -105,3 +105,32 @@ def test_a_disabled_gradient_scaler_continues(tmp_path: Path) -> None:
     report = manager.restore()
     assert (report.missing, report.unexpected) == ((), ())
     assert "extra.scaler" in report.preserved
+
+
+@pytest.mark.parametrize("refuses", ["scaler", "schedule"])
+def test_a_part_that_refuses_leaves_everything_as_it_was(tmp_path: Path, refuses: str) -> None:
+    """What a part's own ``load_state_dict`` raises comes before model, optimizer and the other parts change."""
+
+    def build(seed: int, *, fits: bool) -> tuple[nn.Module, TrainState, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+        model(torch.rand(3, 2)).sum().backward()
+        optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", enabled=fits or refuses != "scaler")
+        schedule: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+        if not fits and refuses == "schedule":
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        kept = torch.optim.lr_scheduler.StepLR(optimizer, 2 + seed)
+        state = TrainState(
+            model=model, optimizer=optimizer, lr_scheduler=kept, extra={"s": scaler, "l": schedule}
+        )
+        return model, state, kept
+
+    CheckpointManager(tmp_path, build(0, fits=False)[1]).save()
+    _, state, kept = build(1, fits=True)
+    assert state.model is not None
+    before = live_bits(state.model, state.optimizer), kept.state_dict()
+    with pytest.raises(CheckpointError, match="restoring the state failed"):
+        CheckpointManager(tmp_path, state).restore()
+    assert (live_bits(state.model, state.optimizer), kept.state_dict()) == before

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from fsdp_ckpt import CheckpointManager, MismatchError, TrainState
+from fsdp_ckpt import CheckpointManager, MismatchError, TrainState, UnencodableStateError
 from fsdp_ckpt.state.optimizer import LiveOptimizer
 from fsdp_ckpt.state.parameters import parameter_views
 from tests.bits import bits, live_bits, random_bits
@@ -342,3 +342,13 @@ def test_an_average_of_the_weights_continues(tmp_path: Path) -> None:
 
     first = check_continues(tmp_path, build)
     assert int(first.extra["ema"].n_averaged) == 5
+
+
+def test_state_without_a_parameter_is_refused(tmp_path: Path) -> None:
+    """State under a key that no parameter is would be lost; it is refused at save, before anything is written."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["global"] = {"count": 1}
+    with pytest.raises(UnencodableStateError, match="'global'"):
+        CheckpointManager(tmp_path, TrainState(model=model, optimizer=optimizer)).save()
+    assert list(tmp_path.iterdir()) == []
