@@ -85,7 +85,10 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -101,12 +104,16 @@ class CheckpointManager:
             StorageError: The root cannot be read.
         """
         self._check_open()
-        return [found for found in find_checkpoints(self._root) if isinstance(found, CheckpointInfo)]
+        return [
+            found for found in find_checkpoints(self._root) if isinstance(found, CheckpointInfo)
+        ]
 
     def latest(self) -> CheckpointInfo | None:
         """Return the newest whole checkpoint, or ``None``; any rank may call it alone."""
         self._check_open()
-        return next((f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo)), None)
+        return next(
+            (f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo)), None
+        )
 
     def save(self) -> SaveHandle:
         """Save the state as the checkpoint of ``state.progress.step``; called by every rank.

@@ -52,7 +52,11 @@ class RankGroup:
     """
 
     def __init__(
-        self, rank: int = 0, world_size: int = 1, store: Store | None = None, timeout_s: float = 600.0
+        self,
+        rank: int = 0,
+        world_size: int = 1,
+        store: Store | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -215,7 +219,9 @@ class RankGroup:
             return bytes(self._store.get(key))
         except RuntimeError as e:  # DistStoreError and gloo's timeouts are RuntimeErrors
             silent = self._silent_ranks(rank, number)
-            error = RankFailureError(f"no answer within {self.timeout_s:g} s ({describe(e)})", rank=rank)
+            error = RankFailureError(
+                f"no answer within {self.timeout_s:g} s ({describe(e)})", rank=rank
+            )
             raise RankFailureError(
                 f"rank {', '.join(map(str, silent))} gave no answer within {self.timeout_s:g} s; it is "
                 "dead, or slower than the deadline allows",
@@ -229,7 +235,9 @@ class RankGroup:
             return [first]
         try:
             later = [
-                r for r in range(first + 1, self.world_size) if not self._store.check([f"{number}/{r}"])
+                r
+                for r in range(first + 1, self.world_size)
+                if not self._store.check([f"{number}/{r}"])
             ]
         except RuntimeError:  # the store itself is gone
             later = []

@@ -135,7 +135,9 @@ def _drifted_shards(
         layout
         for i, layout in enumerate(hashers)
         if not isinstance(layout, MeshLayout | FlatLayout)
-        or any(len({everyone[r][i] for r in column}) > 1 for column in layout.replica_ranks.T.tolist())
+        or any(
+            len({everyone[r][i] for r in column}) > 1 for column in layout.replica_ranks.T.tolist()
+        )
     }
     if not suspect:
         return []
@@ -146,7 +148,9 @@ def _drifted_shards(
         layout = next(row.layout for row in rows if row.name == name)
         if isinstance(layout, MeshLayout | FlatLayout):
             pairs = [
-                (column[0], rank) for column in layout.replica_ranks.T.tolist() for rank in column[1:]
+                (column[0], rank)
+                for column in layout.replica_ranks.T.tolist()
+                for rank in column[1:]
             ]
             found += [(name, a, b) for a, b in pairs if by_rank[a][i] != by_rank[b][i]][:1]
     return found
@@ -166,7 +170,8 @@ def _first_difference(
     parts = planner.parts(name) if group.rank in (first, other) else []
     data = b"".join(bytes_of(local) for _, local in parts)
     blocks = [
-        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)
+        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES])
+        for i in range(0, len(data), BLOCK_BYTES)
     ]
     shapes = [[list(local.shape), str(local.dtype)] for _, local in parts]
     everyone = group.gather([shapes, blocks] if parts else None)

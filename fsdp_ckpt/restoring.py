@@ -184,13 +184,15 @@ class Restorer:
             there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]
             shown = ", ".join(there[:5]) or "none"
             raise NotFoundError(
-                f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}", step=step
+                f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}",
+                step=step,
             ) from e
         except CorruptCheckpointError as e:
             raise CorruptCheckpointError(f"step {step}: {e}", step=step, key=e.key) from e
         if checkpoint.manifest.step != step:
             raise CorruptCheckpointError(
-                f"{checkpoint.store.url}: the manifest is of step {checkpoint.manifest.step}", step=step
+                f"{checkpoint.store.url}: the manifest is of step {checkpoint.manifest.step}",
+                step=step,
             )
         checkpoint.check_files()
         return {"step": step, "attempt": checkpoint.manifest.attempt}
@@ -229,9 +231,7 @@ class _Restore:
         self._share_out(state, plan, saved)
         fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
         try:
-            group.run(
-                "restoring the state", lambda: state.apply_plain_parts(plan, self._leaves)
-            )
+            group.run("restoring the state", lambda: state.apply_plain_parts(plan, self._leaves))
         except CheckpointError:
             state.undo_plain_parts()
             raise

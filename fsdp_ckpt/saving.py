@@ -102,7 +102,9 @@ class Saver:
         self._agreed = None
         distinct: dict[str, Summary] = {}
         summaries = []
-        for rank, (its_step, encoded) in enumerate(group.gather([step, planner.summary().to_json()])):
+        for rank, (its_step, encoded) in enumerate(
+            group.gather([step, planner.summary().to_json()])
+        ):
             if its_step != step:
                 raise MismatchError(
                     f"rank {group.rank} saves step {step}, rank {rank} step {its_step}; advance the progress "

@@ -1,4 +1,4 @@
-"""A small training job for tests with real ranks: everything random, every kind of tensor, recorded to the bit."""
+"""A small training job for tests with real ranks: all random, all kinds of tensors, recorded to the bit."""
 
 from __future__ import annotations
 

@@ -108,7 +108,9 @@ def find_checkpoints(root: Store) -> Iterator[CheckpointInfo | SkippedCheckpoint
             checkpoint = Checkpoint.open(store)
             manifest = checkpoint.manifest
             if manifest.step != step:
-                raise CorruptCheckpointError(f"{store.url}: the manifest is of step {manifest.step}")
+                raise CorruptCheckpointError(
+                    f"{store.url}: the manifest is of step {manifest.step}"
+                )
             checkpoint.check_files()
         except NotFoundError:
             reason = "no manifest: a save that died before its commit, or one still under way"

@@ -30,7 +30,8 @@ from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
 
-# Address space for a whole file, memory for the blocks that are read. MAP_NORESERVE has no name in Python 3.11.
+# Address space for a whole file, memory for the blocks that are read. Python 3.11 has no
+# name for MAP_NORESERVE.
 _SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 
 
@@ -231,7 +232,9 @@ class Checkpoint:
         # Several files at once, or one by several threads.
         per_file = max(num_threads // max(len(wanted), 1), 1)
         with ThreadPoolExecutor(num_threads, "fsdp_ckpt-files") as threads:
-            buffers = threads.map(lambda rank: self._read_file(rank, wanted[rank], per_file), wanted)
+            buffers = threads.map(
+                lambda rank: self._read_file(rank, wanted[rank], per_file), wanted
+            )
             return SourceImages(dict(zip(wanted, buffers, strict=True)))
 
     def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:

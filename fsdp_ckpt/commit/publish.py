@@ -19,7 +19,14 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["MANIFEST_KEY", "new_attempt", "publish_manifest", "read_manifest", "refuse_committed", "retire_manifest"]
+__all__ = [
+    "MANIFEST_KEY",
+    "new_attempt",
+    "publish_manifest",
+    "read_manifest",
+    "refuse_committed",
+    "retire_manifest",
+]
 
 MANIFEST_KEY = "manifest.json"
 

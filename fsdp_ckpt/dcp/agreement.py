@@ -312,7 +312,7 @@ def _check_equal(name: str, holders: Holders, layouts: Sequence[MeshLayout | Fla
         differing = [rank for rank in digests if digests[rank] != next(iter(digests.values()))]
         if differing:
             raise MismatchError(
-                f"{name}: ranks {next(iter(digests))} and {differing[0]}, of different meshes, hold different "
+                f"{name}: ranks {next(iter(digests))} and {differing[0]}, of two meshes, hold different "
                 "content under this name; give what differs names of its own",
                 rank=differing[0],
                 key=name,

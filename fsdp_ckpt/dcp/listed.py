@@ -47,7 +47,9 @@ def contents_of_items(plan: SavePlan, planner: SavePlanner) -> Contents:
         offsets = tuple(item.tensor_data.chunk.offsets)
         tensors[name, offsets] = live.local
         if tensor.numel():
-            chunks.append((name, live.dtype, tuple(item.tensor_data.size), Box(offsets, live.shape)))
+            chunks.append(
+                (name, live.dtype, tuple(item.tensor_data.size), Box(offsets, live.shape))
+            )
     return Contents(
         layout=ImageLayout.pack(chunks),
         paths=paths,

@@ -110,7 +110,7 @@ def describe_tensor(
         local = _plain(tensor.to_local().detach(), name)
         if tuple(local.shape) != box.sizes:
             raise UnencodableStateError(
-                f"{name}: rank {rank} holds {list(local.shape)} of a tensor of shape {list(shape)}, where its "
+                f"{name}: rank {rank} holds {list(local.shape)} of a tensor of {list(shape)}, where its "
                 f"placements {tensor.placements} give {list(box.sizes)}; shard it as distribute_tensor does",
                 key=name,
             )
@@ -124,10 +124,13 @@ def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = tensor.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor"
-        raise UnencodableStateError(f"{name}: {kind} cannot be saved; materialise it first", key=name)
+        raise UnencodableStateError(
+            f"{name}: {kind} cannot be saved; materialise it first", key=name
+        )
     if hasattr(tensor, "__tensor_flatten__"):
         raise UnencodableStateError(
-            f"{name}: a {type(tensor).__name__} cannot be saved; save the tensors it wraps", key=name
+            f"{name}: a {type(tensor).__name__} cannot be saved; save the tensors it wraps",
+            key=name,
         )
     return tensor
 
@@ -138,7 +141,9 @@ def _mesh_layout(tensor: DTensor, name: str) -> MeshLayout:
         if isinstance(placement, Replicate):
             placements.append(Placement())
         elif isinstance(placement, _StridedShard):
-            placements.append(Placement(placement.dim % max(tensor.ndim, 1), int(placement.split_factor)))
+            placements.append(
+                Placement(placement.dim % max(tensor.ndim, 1), int(placement.split_factor))
+            )
         elif isinstance(placement, Shard):
             placements.append(Placement(placement.dim % max(tensor.ndim, 1)))
         else:

@@ -199,7 +199,9 @@ class ShardSavePlanner(SavePlanner):
                     "of the job, in its default process group",
                     key=row.name,
                 )
-        plans = [SavePlan([], planner_data=(agreement, r, len(all_plans))) for r in range(len(all_plans))]
+        plans = [
+            SavePlan([], planner_data=(agreement, r, len(all_plans))) for r in range(len(all_plans))
+        ]
         self.accept(agreement, 0, len(all_plans))
         return plans, to_dcp_metadata(self.draft_manifest())
 

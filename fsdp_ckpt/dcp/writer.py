@@ -30,8 +30,8 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.image import ImagePool, fill_image
 from fsdp_ckpt.storage.open import open_store
-from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.storage.shard_io import write_shard
+from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.version import __version__
 
 __all__ = ["Attempt", "ShardReceipt", "ShardedStorageWriter"]
@@ -166,7 +166,9 @@ class ShardedStorageWriter(StorageWriter):
         row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=header_digest)
         return ShardReceipt(file=row, values=contents.global_values)
 
-    def publish(self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]) -> Manifest:
+    def publish(
+        self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]
+    ) -> Manifest:
         """Publish the manifest with the rows of all files; called by the coordinator.
 
         Raises:
@@ -218,7 +220,8 @@ class ShardedStorageWriter(StorageWriter):
         """Open an attempt and tell it to every rank."""
         attempt = self.open_attempt(len(plans))
         return [
-            dataclasses.replace(plan, storage_data=(attempt, rank)) for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=(attempt, rank))
+            for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -232,7 +235,9 @@ class ShardedStorageWriter(StorageWriter):
             contents = contents_of_items(plan, planner)
         receipt = self.write_contents(contents, attempt, rank, manifest)
         sizes = {(e.name, e.box.offsets): e.num_bytes for e in contents.layout.entries}
-        results = [WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=(receipt, attempt))]
+        results = [
+            WriteResult(index=MetadataIndex(""), size_in_bytes=0, storage_data=(receipt, attempt))
+        ]
         for item in plan.items:
             offsets = tuple(item.index.offset or ())
             results.append(

@@ -171,7 +171,9 @@ class Manifest:
         try:
             document = json.loads(content)
         except (ValueError, RecursionError) as e:
-            raise CorruptCheckpointError(f"{where}: not JSON ({e}); a torn write?", key=where) from e
+            raise CorruptCheckpointError(
+                f"{where}: not JSON ({e}); a torn write?", key=where
+            ) from e
         if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
             raise CorruptCheckpointError(f"{where}: not a manifest of fsdp_ckpt", key=where)
         _check_version(document.get("version"), where)
@@ -239,12 +241,18 @@ class Manifest:
             if not _FILE_NAME.fullmatch(file.name) or ".." in file.name:
                 raise CorruptCheckpointError(f"file name {file.name[:80]!r} leaves the checkpoint")
             if not 8 < file.data_offset <= file.num_bytes:
-                raise CorruptCheckpointError(f"{file.name}: data at {file.data_offset} of {file.num_bytes}")
-        names = [path_name(p) for p in (*self.values, *self.own_paths, *(t.path for t in self.tensors))]
+                raise CorruptCheckpointError(
+                    f"{file.name}: data at {file.data_offset} of {file.num_bytes}"
+                )
+        names = [
+            path_name(p) for p in (*self.values, *self.own_paths, *(t.path for t in self.tensors))
+        ]
         if len(set(names)) != len(names):
             raise CorruptCheckpointError("two entries have the same name")
         if max((row.layout.max_rank for row in self.tensors), default=0) >= self.world_size:
-            raise CorruptCheckpointError(f"a layout of ranks beyond the {self.world_size} there are")
+            raise CorruptCheckpointError(
+                f"a layout of ranks beyond the {self.world_size} there are"
+            )
         for row in self.tensors:
             itemsize(row.dtype)
             check_coverage(row.name, row.shape, row.layout, row.replica)

@@ -145,7 +145,9 @@ class ShardHeader:
             if not len(entry.box.offsets) == len(entry.box.sizes) == len(entry.shape):
                 raise CorruptCheckpointError(f"{key}: a chunk of other dims than its tensor")
             if stop - start != entry.num_bytes:
-                raise CorruptCheckpointError(f"{key}: {stop - start} bytes, {entry.num_bytes} expected")
+                raise CorruptCheckpointError(
+                    f"{key}: {stop - start} bytes, {entry.num_bytes} expected"
+                )
             entries.append(entry)
             paths[entry.name] = path
             if "own" in flags:
@@ -153,7 +155,9 @@ class ShardHeader:
         data_bytes = 0
         for entry in sorted(entries, key=lambda e: (e.byte_offset, e.num_bytes)):
             if entry.byte_offset != data_bytes:
-                raise CorruptCheckpointError(f"{entry.key}: overlaps another entry, or leaves a gap")
+                raise CorruptCheckpointError(
+                    f"{entry.key}: overlaps another entry, or leaves a gap"
+                )
             data_bytes += entry.num_bytes
         layout = ImageLayout(tuple(entries), data_bytes)
         return cls(
@@ -182,7 +186,9 @@ def _sizes(stored: Mapping[str, Any], dtype: str) -> tuple[int, ...]:
 
 def _digests_from_json(encoded: Mapping[str, Any], num_blocks: int) -> tuple[str, ...]:
     if encoded["algorithm"] != DIGEST_ALGORITHM or encoded["block_bytes"] != BLOCK_BYTES:
-        raise CorruptCheckpointError(f"digests by {encoded['algorithm']} of {encoded['block_bytes']} bytes")
+        raise CorruptCheckpointError(
+            f"digests by {encoded['algorithm']} of {encoded['block_bytes']} bytes"
+        )
     blocks = text(encoded["blocks"])
     if len(blocks) != num_blocks * DIGEST_HEX:
         raise CorruptCheckpointError(f"{len(blocks) // DIGEST_HEX} digests for {num_blocks} blocks")

@@ -41,7 +41,9 @@ class _Container:
 
     __slots__ = ("inner", "keys", "kind")
 
-    def __init__(self, kind: type, keys: tuple[Any, ...], inner: list[tuple[int, _Container]]) -> None:
+    def __init__(
+        self, kind: type, keys: tuple[Any, ...], inner: list[tuple[int, _Container]]
+    ) -> None:
         self.kind: Any = kind
         self.keys, self.inner = keys, inner
 

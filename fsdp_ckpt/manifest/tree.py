@@ -111,7 +111,11 @@ def _holds(value: Any, is_target: Callable[[Any], bool], above: tuple[int, ...] 
     """Whether ``value`` is, or contains at any depth, something to look for."""
     if is_target(value):
         return True
-    if not isinstance(value, Mapping | list | tuple) or id(value) in above or len(above) > MAX_DEPTH:
+    if (
+        not isinstance(value, Mapping | list | tuple)
+        or id(value) in above
+        or len(above) > MAX_DEPTH
+    ):
         return False  # a cycle, or a depth that flatten() or the encoder refuses by name
     children = value.values() if isinstance(value, Mapping) else value
     return any(_holds(child, is_target, (*above, id(value))) for child in children)

@@ -122,7 +122,10 @@ class Codec:
     def _encode_pairs(self, value: Mapping[Any, Any], key: str, depth: int) -> dict[str, Json]:
         return {
             "v": [
-                [self._encode(k, f"{key}.<key>", depth + 1), self._encode(v, f"{key}.{k}", depth + 1)]
+                [
+                    self._encode(k, f"{key}.<key>", depth + 1),
+                    self._encode(v, f"{key}.{k}", depth + 1),
+                ]
                 for k, v in value.items()
             ]
         }
@@ -170,7 +173,8 @@ def _encode_array(array: np.ndarray, key: str) -> dict[str, Json]:
     # Dtypes of other libraries call themselves raw bytes, and would come back as those.
     if _DTYPE.fullmatch(array.dtype.str) is None or np.dtype(array.dtype.str) != array.dtype:
         raise UnencodableStateError(
-            f"{key}: a numpy array of dtype {array.dtype} cannot be saved; use a plain dtype", key=key
+            f"{key}: a numpy array of dtype {array.dtype} cannot be saved; use a plain dtype",
+            key=key,
         )
     data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
     return {"dtype": array.dtype.str, "shape": list(array.shape), "v": data}
@@ -201,7 +205,8 @@ def _encode_enum(value: enum.Enum, key: str) -> dict[str, Json]:
     # A class inside a function cannot be found again; flags that are combined have no name.
     if _find_enum(name) is not kind or value.name not in kind.__members__:
         raise UnencodableStateError(
-            f"{key}: {value!r} is no member of an enum at the top level of a module; save its value", key=key
+            f"{key}: {value!r} is no member of an enum at the top level of a module; save its value",
+            key=key,
         )
     return {"type": name, "v": value.name}
 
@@ -235,7 +240,8 @@ def _encode_defaultdict(
     name = None if factory is None else getattr(factory, "__name__", None)
     if factory is not None and _FACTORIES.get(str(name)) is not factory:
         raise UnencodableStateError(
-            f"{key}: a defaultdict with the factory {factory!r} cannot be saved; use a plain dict", key=key
+            f"{key}: a defaultdict with the factory {factory!r} cannot be saved; use a plain dict",
+            key=key,
         )
     return {"factory": name, **codec._encode_pairs(value, key, depth)}
 
@@ -245,7 +251,9 @@ def _decode_defaultdict(codec: Codec, fields: Mapping[str, Json], depth: int) ->
     return collections.defaultdict(factory, _decode_pairs(codec, fields, depth))
 
 
-def _encode_deque(codec: Codec, value: collections.deque[Any], key: str, depth: int) -> dict[str, Json]:
+def _encode_deque(
+    codec: Codec, value: collections.deque[Any], key: str, depth: int
+) -> dict[str, Json]:
     return {"v": codec._encode_items(value, key, depth), "maxlen": value.maxlen}
 
 

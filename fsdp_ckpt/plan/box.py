@@ -49,7 +49,9 @@ def overlap(saved: Box, wanted: Box) -> Box | None:
     Source: half-open interval intersection per dimension.
     """
     if len(saved.offsets) != len(wanted.offsets):
-        raise MismatchError(f"boxes of {len(saved.offsets)} and {len(wanted.offsets)} dims do not compare")
+        raise MismatchError(
+            f"boxes of {len(saved.offsets)} and {len(wanted.offsets)} dims do not compare"
+        )
     starts, sizes = [], []
     for a, n, b, m in zip(saved.offsets, saved.sizes, wanted.offsets, wanted.sizes, strict=True):
         start = max(a, b)

@@ -25,7 +25,9 @@ def check_coverage(name: str, shape: tuple[int, ...], layout: Layout, replica: i
     Source: disjoint boxes inside the tensor cover it if and only if their volumes add up to its own.
     """
     if not 0 <= replica < layout.num_replicas:
-        raise CorruptCheckpointError(f"{name}: replica {replica} of {layout.num_replicas}", key=name)
+        raise CorruptCheckpointError(
+            f"{name}: replica {replica} of {layout.num_replicas}", key=name
+        )
     if isinstance(layout, MeshLayout):
         if layout.min_ndim > len(shape):
             raise CorruptCheckpointError(

@@ -16,7 +16,15 @@ from typing import TypeAlias
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
 
-__all__ = ["BLOCK_BYTES", "PAGE_BYTES", "Chunk", "Entry", "ImageLayout", "blocks_of", "coalesce_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "PAGE_BYTES",
+    "Chunk",
+    "Entry",
+    "ImageLayout",
+    "blocks_of",
+    "coalesce_blocks",
+]
 
 PAGE_BYTES = 4096
 Chunk: TypeAlias = tuple[str, str, tuple[int, ...], Box]  # name, dtype, global shape, box

@@ -75,9 +75,7 @@ def _loader(model: nn.Module, key: str) -> Callable[[Any], object]:
     return lambda value: model.load_state_dict({key: value}, strict=False)
 
 
-def _add(
-    found: ModelTensors, first_names: dict[int, str], name: str, tensor: torch.Tensor
-) -> None:
+def _add(found: ModelTensors, first_names: dict[int, str], name: str, tensor: torch.Tensor) -> None:
     first = first_names.setdefault(id(tensor), name)
     if first == name:
         found.tensors[name] = tensor

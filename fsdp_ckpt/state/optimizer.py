@@ -70,7 +70,7 @@ class LiveOptimizer:
             for parameter in group["params"]:
                 if id(parameter) not in views:
                     raise MismatchError(
-                        f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)} that is not "
+                        f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)}, not "
                         "the model's; build the optimizer after wrapping the model, from model.parameters()"
                     )
                 # FSDP1 never steps a parameter of which this rank has no elements: a state would go stale.
@@ -90,17 +90,18 @@ class LiveOptimizer:
         return found
 
     def collect(self) -> dict[str, Any]:
-        """Return ``{"state": {name: {...}}, "param_groups": {first name: {...}}}``; tensors are the live ones.
+        """Return ``{"state": {name: {...}}, "param_groups": {first name: {...}}}``, with the live tensors.
 
-        Groups go by their first parameter, so that those of pipeline stages complete each other. Parameters without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
+        Groups go by their first parameter, so that those of pipeline stages complete each other. Parameters
+        without state (frozen, never stepped, SGD) have none in it; frozen ones that have some
         keep it.
         """
         known = {id(slot.parameter) for slots in self.groups for slot in slots}
         for key in self._local.state:
             if id(key) not in known and self._local.state[key]:
                 raise UnencodableStateError(
-                    f"optimizer.state: an entry under {str(key)[:60]!r}, which is no parameter of its groups, has "
-                    "no name to be saved under; keep it in the parameters' state, or in an extra",
+                    f"optimizer.state: an entry under {str(key)[:60]!r}, no parameter of its groups, has no "
+                    "name to be saved under; keep it in the parameters' state, or in an extra",
                     key="optimizer.state",
                 )
         state = {

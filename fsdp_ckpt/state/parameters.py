@@ -68,7 +68,9 @@ def parameter_views(
     for key, parameter in model.named_parameters(remove_duplicate=False):
         name = canonical_name(model, key)
         found = views.get(id(parameter))
-        if found is None or (found[0].layout is None and found[0].name not in known and name in known):
+        if found is None or (
+            found[0].layout is None and found[0].name not in known and name in known
+        ):
             views[id(parameter)] = [ParameterView(name, tuple(parameter.shape))]
     return views
 

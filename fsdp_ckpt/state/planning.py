@@ -25,7 +25,14 @@ from fsdp_ckpt.state.progress import Progress
 from fsdp_ckpt.state.saved import RestorePlan, SavedState, SavedTensor, subtree
 from fsdp_ckpt.state.stateful import Stateful
 
-__all__ = ["Resize", "plan_model", "plan_optimizer", "plan_part", "plan_random_states", "saved_groups"]
+__all__ = [
+    "Resize",
+    "plan_model",
+    "plan_optimizer",
+    "plan_part",
+    "plan_random_states",
+    "saved_groups",
+]
 
 
 def plan_model(live: ModelTensors, saved: SavedState, plan: RestorePlan) -> None:
@@ -169,8 +176,8 @@ def plan_part(
             return
         if not how.allowed(name):
             plan.problems.append(
-                f"{path_name(apart[0])}: differs per rank in the checkpoint of {saved.world_size} ranks; give "
-                f"TrainState a reshard function for {name!r}, or restore without it by "
+                f"{path_name(apart[0])}: differs per rank in the checkpoint of {saved.world_size} ranks; "
+                f"give TrainState a reshard function for {name!r}, or restore without it by "
                 f"allow_missing=[{name!r}]"
             )
             return
@@ -220,8 +227,8 @@ def _try_values(name: str, part: Any, content: Any, plan: RestorePlan) -> None:
 def _allocate(path: Path, saved: SavedState, live: Any) -> torch.Tensor | None:
     """Return memory for a saved tensor: sharded and placed as the live one, plain where there is none.
 
-    ``None`` for a value, and for a tensor from which ranks differ: it may differ in shape, so it is handed over
-    as a value.
+    ``None`` for a value, and for a tensor from which ranks differ: it may differ in shape, so it is handed
+    over as a value.
     """
     offered: SavedTensor | None = None if path in saved.varying else saved.tensors.get(path)
     if offered is None:

@@ -69,8 +69,8 @@ class RestorePlan:
         derived: Names that are restored from another rank's content, or made up deterministically.
         dropped: Names that are left out, as the caller allows.
         left_out: Saved paths that this rank passes over on purpose.
-        resharded: Name of a part → its state on this rank, once the caller's function has shared out the saved
-            ones; ``None`` until then.
+        resharded: Name of a part → its state on this rank, once the caller's function has shared out the
+            saved ones; ``None`` until then.
         fresh: (id of a live flat parameter, state key) → memory that goes live later.
     """
 
@@ -89,5 +89,3 @@ def subtree(leaves: Mapping[Path, Any], *prefix: str) -> Any:
     """Rebuild the part of a state below ``prefix``: nested containers, or the one value that stands there."""
     inside = {path: leaf for path, leaf in leaves.items() if path[: len(prefix)] == prefix}
     return unflatten((("", *path[len(prefix) :]), leaf) for path, leaf in inside.items()).get("")
-
-

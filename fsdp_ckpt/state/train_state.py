@@ -98,7 +98,9 @@ class TrainState:
             self._parts[prefix] = part
         unknown = self.reshard.keys() - {".".join(prefix) for prefix in self._parts}
         if unknown:
-            raise MismatchError(f"reshard names {', '.join(sorted(unknown))}, which the state does not have")
+            raise MismatchError(
+                f"reshard names {', '.join(sorted(unknown))}, which the state does not have"
+            )
         if isinstance(data, ResumableSampler):
             self.progress.attach(data)
         if optimizer is not None:
@@ -243,7 +245,9 @@ class TrainState:
         if self.model is not None:
             _apply_detached(self.model, leaves)
         saved = subtree(leaves, "optimizer") or {}
-        known = frozenset(name for g in saved.get("param_groups", {}).values() for name in g["params"])
+        known = frozenset(
+            name for g in saved.get("param_groups", {}).values() for name in g["params"]
+        )
         if (optimizer := self._live_optimizer(known)) is not None:
             optimizer.apply(saved, plan.fresh)
         for prefix, part, content in self._contents(plan, leaves):

@@ -86,7 +86,8 @@ class FsspecStore:
             )
         if len(data) != len(buffer):
             raise StorageError(
-                f"{self.url}/{key}: {len(data)} of {len(buffer)} bytes at byte {byte_offset}", key=key
+                f"{self.url}/{key}: {len(data)} of {len(buffer)} bytes at byte {byte_offset}",
+                key=key,
             )
         buffer[:] = data
 

@@ -1,8 +1,8 @@
 """A shard's bytes on their way to a store and back, with the digests of its blocks.
 
-    write:  every block is digested and put in one pass, by several threads; the header, which holds the
-            digests, goes last
-    read:   whole blocks straight into the caller's buffer, each verified as it arrives
+write:  every block is digested and put in one pass, by several threads; the header, which holds the
+        digests, goes last
+read:   whole blocks straight into the caller's buffer, each verified as it arrives
 """
 
 from __future__ import annotations

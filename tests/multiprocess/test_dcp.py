@@ -47,7 +47,8 @@ def layouts() -> list[Callable[[torch.Tensor], torch.Tensor]]:
     def on(mesh: DeviceMesh, *placements: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         def lay(tensor: torch.Tensor) -> torch.Tensor:
             fitting = [
-                Replicate() if isinstance(p, Shard) and p.dim >= tensor.ndim else p for p in placements
+                Replicate() if isinstance(p, Shard) and p.dim >= tensor.ndim else p
+                for p in placements
             ]
             return distribute_tensor(tensor, mesh, fitting)
 
@@ -77,7 +78,10 @@ def state(shift: int, *, blank: bool) -> dict[str, Any]:
     for i in range(len(SHAPES) * len(DTYPES)):
         value = torch.zeros_like(original(i)) if blank else original(i)
         tensors[f"t{i}"] = lays[(i + shift) % len(lays)](value)
-    return {"model": tensors, "note": {"step": 0 if blank else 5, "who": ("x",) if not blank else None}}
+    return {
+        "model": tensors,
+        "note": {"step": 0 if blank else 5, "who": ("x",) if not blank else None},
+    }
 
 
 def wrong_tensors(loaded: dict[str, Any]) -> list[str]:

@@ -88,7 +88,7 @@ def cursor_state(root: str, save: bool) -> Any:
 
 
 def test_a_reshard_function_shares_out_per_rank_states(tmp_path: Path) -> None:
-    """An opaque cursor of each rank, tensors in it too, goes through the caller's function on another world."""
+    """An opaque cursor of each rank, tensors too, goes through the caller's function on another world."""
     run_ranks(cursor_state, 3, str(tmp_path), True)
     values = run_ranks(cursor_state, 2, str(tmp_path), False).values
     for rank, (done, seen, derived, preserved) in enumerate(values):
@@ -138,7 +138,7 @@ def odd_states(root: str) -> list[Any]:
 
 
 def test_ranks_with_odd_states(tmp_path: Path) -> None:
-    """Keys, kinds and shapes that only some ranks have come back to these; wrong shards and steps are refused."""
+    """Keys, kinds and shapes of some ranks come back to these; wrong shards and steps are refused."""
     for value in run_ranks(odd_states, 2, str(tmp_path)).values:
         same, shard, uneven, late, files_uneven, files_late = value
         assert same

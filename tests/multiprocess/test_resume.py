@@ -45,7 +45,11 @@ def test_world_sizes_4_2_3_1_4(tmp_path: Path) -> None:
         for record in after:
             assert record["restored"] == before[0]["full"]
     # Steps 1 to 4 make up the epoch: every sample once.
-    ids = [i for one in lives[:4] for rank in one for record in rank["records"] for i in record["ids"]]
+    ids = [
+        i for one in lives[:4] for rank in one for record in rank["records"] for i in record["ids"]
+    ]
     assert NUM_SAMPLES == 4 * GLOBAL_BATCH
     assert sorted(ids) == list(range(NUM_SAMPLES))
-    assert lives[1][0]["derived"], "batch statistics differ per rank, so another world takes rank 0's"
+    assert lives[1][0]["derived"], (
+        "batch statistics differ per rank, so another world takes rank 0's"
+    )

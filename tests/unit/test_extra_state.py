@@ -109,7 +109,7 @@ def test_a_disabled_gradient_scaler_continues(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refuses", ["scaler", "schedule"])
 def test_a_part_that_refuses_leaves_everything_as_it_was(tmp_path: Path, refuses: str) -> None:
-    """What a part's own ``load_state_dict`` raises comes before model, optimizer and the other parts change."""
+    """What a part's own ``load_state_dict`` raises comes before model, optimizer and other parts change."""
 
     def build(seed: int, *, fits: bool) -> tuple[nn.Module, TrainState, Any]:
         torch.manual_seed(seed)

@@ -345,7 +345,7 @@ def test_an_average_of_the_weights_continues(tmp_path: Path) -> None:
 
 
 def test_state_without_a_parameter_is_refused(tmp_path: Path) -> None:
-    """State under a key that no parameter is would be lost; it is refused at save, before anything is written."""
+    """State under a key that is no parameter would be lost; it is refused before anything is written."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["global"] = {"count": 1}

@@ -70,7 +70,7 @@ def typed_path(path: Any) -> list[tuple[type, Any]]:
 
 
 def leaf_names(value: Any, prefix: str) -> Iterator[str]:
-    """Yield the name of every leaf: what each level of dicts, and of what holds one or a target, is called."""
+    """Yield the name of every leaf: what each level of what is taken apart is called."""
     if type(value) is dict and value:
         for key, child in value.items():
             yield from leaf_names(child, f"{prefix}.{key}")
