@@ -181,11 +181,20 @@ def named_leaves(state: TrainState) -> Iterator[tuple[str, Any]]:
     """Yield (name, leaf) of model, optimizer and progress; hyperparameters by parameter name."""
     collected = state.collect()
     del collected["rng"]
-    for group in collected["optimizer"].pop("param_groups").values():
+    for group in collected.get("optimizer", {}).pop("param_groups", {}).values():
         for name in group.pop("params"):
             yield f"group of {name}", dict(group)
     for path, leaf, _ in leaves_of(collected):
         yield path_name(path), leaf
+
+
+def live_parts(state: TrainState) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """Yield (name, box, elements) of every tensor that this rank holds; shares memory."""
+    meshes: dict[Any, Any] = {}
+    for name, leaf in named_leaves(state):
+        if isinstance(leaf, LIVE_TENSOR):
+            for box, part in describe_tensor(leaf, name, own_rank(), meshes).parts:
+                yield name, box, part
 
 
 def differences(live: Live, expected: Mapping[str, Any]) -> list[str]:
@@ -218,10 +227,8 @@ def own_rank() -> int:
 
 def spoil(live: Live) -> None:
     """Overwrite all that a restore must bring back, differently on every rank."""
-    for name, leaf in named_leaves(live.state):
-        if isinstance(leaf, LIVE_TENSOR):
-            for _, part in describe_tensor(leaf, name, own_rank(), {}).parts:
-                part.fill_(part.dtype != torch.bool and 77 + own_rank())
+    for _, _, part in live_parts(live.state):
+        part.fill_(part.dtype != torch.bool and 77 + own_rank())
     for group in live.optimizer.param_groups:
         group["lr"] = 7.0
     live.state.progress.step = 77

@@ -259,15 +259,16 @@ def _whole_item(name: str) -> ReadItem:
 
 def read_items(row: TensorRow, boxes: Iterable[Box]) -> Iterator[ReadItem]:
     """Yield what a rank reads of one tensor to fill its boxes: one item per stored chunk that meets one."""
+    name = row.name
     for wanted in boxes:
         for _, box in row.overlapping(wanted):
             region = overlap(box, wanted)
             if region is not None:
                 yield ReadItem(
                     type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(row.name, wanted.offsets),
+                    dest_index=MetadataIndex(name, wanted.offsets),
                     dest_offsets=_relative(region, wanted),
-                    storage_index=MetadataIndex(row.name, box.offsets),
+                    storage_index=MetadataIndex(name, box.offsets),
                     storage_offsets=_relative(region, box),
                     lengths=torch.Size(region.sizes),
                 )

@@ -38,7 +38,7 @@ from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.dcp.state_view import StateView
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.schema import Manifest
-from fsdp_ckpt.manifest.tree import path_name
+from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.image import Chunk, Entry, ImageLayout
 
@@ -56,6 +56,7 @@ class ShardSavePlanner(SavePlanner):
         self._view = StateView()
         self._agreement: Agreement | None = None
         self._layout: ImageLayout | None = None
+        self._paths: dict[str, Path] = {}  # of the layout's entries
         self._rank = 0
         self._world_size = 1
 
@@ -121,10 +122,10 @@ class ShardSavePlanner(SavePlanner):
         if self._layout is None:
             chunks = [*agreement.chunks_of(self._rank), *self._own_chunks(own)]
             self._layout = ImageLayout.pack(chunks)
-        layout = self._layout
+            self._paths = {e.name: view.path_of(e.name) for e in self._layout.entries}
         return Contents(
-            layout=layout,
-            paths={entry.name: view.path_of(entry.name) for entry in layout.entries},
+            layout=self._layout,
+            paths=self._paths,
             resolve=lambda entry: self._resolve(entry, own),
             own=frozenset(name for name in own if view.has_tensor(name)),
             own_values={view.path_of(n): v for n, v in view.values.items() if n in own},

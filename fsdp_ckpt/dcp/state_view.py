@@ -8,7 +8,7 @@ compare: one of the structure, one of the content that is expected to be equal e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class StateView:
         self._traits: list[Any] = []
         self._items: dict[str, Item] = {}  # without digests of content
         self._index: dict[str, int] = {}
+        self._value_index: dict[str, int] = {}
+        self._batches: list[list[int]] = []
         self._layouts: dict[Any, MeshLayout] = {}
         self._live: dict[str, LiveTensor] = {}
         self.values: dict[str, Json] = {}
@@ -71,9 +73,7 @@ class StateView:
         else:
             self._take_apart(state_dict, rank=rank, world_size=world_size)
         self.values = {
-            name: CODEC.encode(self._leaves[i], name)
-            for name, i in self._index.items()
-            if not isinstance(self._leaves[i], LIVE_TENSOR)
+            name: CODEC.encode(self._leaves[i], name) for name, i in self._value_index.items()
         }
         return same
 
@@ -92,7 +92,13 @@ class StateView:
             else:
                 self._items[name] = Item(kind="own" if is_own else "value", path=path)
         self._index = {name: i for i, name in enumerate(self._items)}
-        self._traits = _traits(self._leaves)
+        leaves = self._leaves
+        self._value_index = {
+            name: i for name, i in self._index.items() if not isinstance(leaves[i], LIVE_TENSOR)
+        }
+        plain = (self._index[name] for name in self._plain_names())
+        self._batches = _batches({i: leaves[i] for i in plain})
+        self._traits = _traits(leaves)
         self.structure = Summary(self._items).fingerprint()
         self._skeleton = StateSkeleton(state_dict)
 
@@ -114,8 +120,9 @@ class StateView:
         """
         shared = {n: v for n, v in self.values.items() if self._items[n].kind == "value"}
         hasher = xxhash.xxh3_64(json.dumps(shared, separators=(",", ":")).encode())
-        for batch in _batches([self._leaves[self._index[name]] for name in self._plain_names()]):
-            hasher.update(bytes_of(batch))
+        for batch in self._batches:
+            first, *others = [self._leaves[i] for i in batch]
+            hasher.update(bytes_of(torch.stack([first, *others]) if others else first))
         return hasher.hexdigest()
 
     def _plain_names(self) -> list[str]:
@@ -153,11 +160,11 @@ def _tensor_item(path: Path, live: LiveTensor, is_own: bool) -> Item:
 
 
 def _traits(leaves: Sequence[Any]) -> list[Any]:
-    """Return what must not change from save to save: kinds, and dtype, shape and sharding of tensors."""
+    """Return what must not change: kinds, and dtype, shape and sharding, or device, of tensors."""
     return [
         leaf._spec
         if isinstance(leaf, DTensor)
-        else (leaf.dtype, leaf.shape)
+        else (type(leaf), leaf.dtype, leaf.shape, leaf.device)
         if isinstance(leaf, torch.Tensor)
         else (leaf.dtype, leaf.shape, leaf.layout)
         if isinstance(leaf, LocalShards)
@@ -166,16 +173,14 @@ def _traits(leaves: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors, small ones of one kind stacked: a model has thousands of step counts."""
-    small: dict[Any, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() <= _SMALL_ELEMENTS and type(tensor) is torch.Tensor:
-            small.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(tensor)
-        else:
-            yield tensor
-    for stack in small.values():
-        yield torch.stack(stack)
+def _batches(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
+    """Put small tensors of one kind together: a model has thousands of step counts."""
+    batches: dict[Any, list[int]] = {}
+    for i, tensor in tensors.items():
+        is_small = tensor.numel() <= _SMALL_ELEMENTS and type(tensor) is torch.Tensor
+        kind = (tensor.dtype, tensor.shape, tensor.device) if is_small else i
+        batches.setdefault(kind, []).append(i)
+    return list(batches.values())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

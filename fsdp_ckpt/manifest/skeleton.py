@@ -28,10 +28,9 @@ class Skeleton:
         if not self._root.collect(state, found):
             return None
         # What was a leaf may have become worth taking apart.
+        kinds = {kind for kind in set(map(type, found)) if issubclass(kind, Mapping | list | tuple)}
         for leaf in found:
-            if isinstance(leaf, Mapping | list | tuple) and (
-                children_of(leaf, (), self._is_target) is not None
-            ):
+            if type(leaf) in kinds and children_of(leaf, (), self._is_target) is not None:
                 return None
         return found
 
@@ -39,12 +38,13 @@ class Skeleton:
 class _Container:
     """One container: its keys, and which of its children are containers."""
 
-    __slots__ = ("inner", "keys", "kind")
+    __slots__ = ("inner", "is_mapping", "keys", "kind")
 
     def __init__(
         self, kind: type, keys: tuple[Any, ...], inner: list[tuple[int, _Container]]
     ) -> None:
         self.kind: Any = kind
+        self.is_mapping = issubclass(kind, Mapping)
         self.keys, self.inner = keys, inner
 
     @classmethod
@@ -63,13 +63,13 @@ class _Container:
         """Append the leaves below ``value``; return whether it has this node's structure."""
         if type(value) is not self.kind or len(value) != len(self.keys):
             return False
-        is_mapping = issubclass(self.kind, Mapping)
-        if is_mapping and tuple(value) != self.keys:
+        if self.is_mapping and tuple(value) != self.keys:
             return False
-        children: list[Any] = list(value.values() if is_mapping else value)
+        values = value.values() if self.is_mapping else value
         if not self.inner:
-            found.extend(children)
+            found.extend(values)
             return True
+        children = list(values)
         done = 0
         for position, node in self.inner:
             found.extend(children[done:position])

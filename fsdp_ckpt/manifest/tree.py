@@ -42,6 +42,8 @@ class TupleIndex(int):
 
 Path: TypeAlias = tuple[Any, ...]
 
+_ATOMS = frozenset({str, int, float, bool, type(None)})  # holds nothing, and is never looked for
+
 
 def path_name(path: Path) -> str:
     """Return the leaf's name: the path joined by dots."""
@@ -118,6 +120,8 @@ def _holds(value: Any, is_target: Callable[[Any], bool], above: tuple[int, ...] 
     ):
         return False  # a cycle, or a depth that flatten() or the encoder refuses by name
     children = value.values() if isinstance(value, Mapping) else value
+    if _ATOMS.issuperset(map(type, children)):  # thousands of names
+        return False
     return any(_holds(child, is_target, (*above, id(value))) for child in children)
 
 

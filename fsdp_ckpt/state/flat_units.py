@@ -22,7 +22,7 @@ from fsdp_ckpt.plan.mesh import Mesh
 from fsdp_ckpt.state.local_shards import LocalShards
 from fsdp_ckpt.state.names import canonical_name
 
-__all__ = ["FlatPart", "FlatUnit", "flat_units"]
+__all__ = ["FlatPart", "FlatUnit", "flat_units", "free_gathered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,15 @@ def flat_units(model: nn.Module) -> list[FlatUnit]:
     return [
         _unit(owner, handle, model, paths) for owner, handle in zip(owners, handles, strict=True)
     ]
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free what a forward without backward has left gathered: the next one would use it, not the shards."""
+    handles = (h for m in model.modules() if (h := getattr(m, "_handle", None)) is not None)
+    for handle in handles:
+        # Before the first forward there is nothing to free.
+        if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):
+            handle.reshard(free_unsharded_flat_param=True)
 
 
 def _unit(owner: Any, handle: Any, model: nn.Module, paths: dict[int, str]) -> FlatUnit:

@@ -59,10 +59,12 @@ def model_tensors(model: nn.Module) -> ModelTensors:
 
 
 def _from_state_dict(model: nn.Module) -> ModelTensors:
-    live = {id(t) for m in model.modules() for t in _own_tensors(m)}
     found = ModelTensors({}, {}, {})
     first_names: dict[int, str] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
+    # First, since it makes FSDP2 put its shards back in place of what a forward has left gathered.
+    state = model.state_dict(keep_vars=True)
+    live = {id(t) for m in model.modules() for t in _own_tensors(m)}
+    for key, value in state.items():
         name = canonical_name(model, key)
         if id(value) not in live:
             found.detached[name] = Detached(value, _loader(model, key))

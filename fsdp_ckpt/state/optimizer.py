@@ -145,7 +145,9 @@ class LiveOptimizer:
         if isinstance(live, torch.Tensor):
             # Its dtype and shape are then compared like the model's.
             leaf: torch.Tensor | LocalShards = _leaf(slot, live)
-            return leaf
+            # What the tensors of a flat parameter share goes to memory of its own, for apply to compare.
+            if slot.view.layout is None or isinstance(leaf, LocalShards):
+                return leaf
         if slot.view.layout is not None and shape == slot.view.shape:
             where = (id(slot.parameter), key)
             if where not in fresh:
@@ -204,6 +206,11 @@ class LiveOptimizer:
                         f"parameter {new[key]}; resume with use_orig_params=True",
                         key=slot.view.name,
                     )
+        for slot, found in zip(slots, saved, strict=True):
+            for key in new.keys() - found.keys():
+                # A tensor that comes without state starts at zero.
+                if isinstance(part := _leaf(slot, new[key]), LocalShards):
+                    part.local.zero_()
         if new:
             self._local.state[parameter] = new
         else:

@@ -20,6 +20,7 @@ from torch import nn
 from fsdp_ckpt.errors import MismatchError, UnencodableStateError
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.state.data import ResumableSampler
+from fsdp_ckpt.state.flat_units import free_gathered
 from fsdp_ckpt.state.model import model_tensors
 from fsdp_ckpt.state.optimizer import LiveOptimizer
 from fsdp_ckpt.state.parameters import parameter_views
@@ -106,6 +107,8 @@ class TrainState:
         if optimizer is not None:
             if model is None:
                 raise MismatchError("an optimizer without its model: names come from the model")
+            # An FSDP2 forward may have left other parameters than the optimizer's; this puts them back.
+            model_tensors(model)
             self._live_optimizer()
 
     def _live_optimizer(self, known: frozenset[str] = frozenset()) -> LiveOptimizer | None:
@@ -243,6 +246,7 @@ class TrainState:
             for target, source in plan.copies:
                 target.copy_(source)
         if self.model is not None:
+            free_gathered(self.model)
             _apply_detached(self.model, leaves)
         saved = subtree(leaves, "optimizer") or {}
         known = frozenset(

@@ -1,9 +1,9 @@
-"""Run a function on real ranks: one spawned process each, watched by a deadline.
+"""Run a function on real ranks: one fresh process each, watched by a deadline.
 
-    run_ranks(fn, 2, path) --spawn--> rank 0: process_group -> fn(path) -> end    exit code, value, log
-                           --spawn--> rank 1: process_group -> fn(path) -> end    exit code, value, log
+    run_ranks(fn, 2, path) --start--> rank 0: process_group -> fn(path) -> end    exit code, value, log
+                           --start--> rank 1: process_group -> fn(path) -> end    exit code, value, log
 
-Invariant: when :func:`run_ranks` returns or raises, none of its processes is alive. The ranks meet in a
+Invariant: when :func:`run_ranks` returns or raises, none of its ranks is alive. The ranks meet in a
 file of a folder made for this run, so runs next to each other share nothing, no port either. Only this
 module's own processes write the values that it unpickles.
 """
@@ -23,8 +23,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing import connection, get_context
-from multiprocessing.context import SpawnProcess
+from multiprocessing import connection, forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = ["RankResult", "RanksFailedError", "RanksResult", "run_ranks"]
 LOG_TAIL_LINES = 40
 # How long a signalled rank may take to write its stacks and die.
 STOP_PATIENCE_S = 5.0
+PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     check: bool = True,
 ) -> RanksResult:
-    """Call ``fn(*args)`` on ``world_size`` spawned ranks with an initialised process group.
+    """Call ``fn(*args)`` on ``world_size`` ranks, a process each, with an initialised process group.
 
     Each rank runs on one torch thread and has ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and
     ``LOCAL_WORLD_SIZE`` set, as under torchrun. Afterwards the group ends as
@@ -133,7 +134,7 @@ def run_ranks(
         fn: A function at the top level of a module, a test module or a script's ``__main__`` too.
         world_size: Number of ranks.
         *args: Its arguments, picklable, the same for every rank.
-        timeout_s: Seconds from the spawn until all ranks must have ended.
+        timeout_s: Seconds from the start until all ranks must have ended.
         grace_s: Seconds that the other ranks get to end once one has failed.
         backend: Of ``torch.distributed``.
         env: Environment variables to add, set before torch is imported.
@@ -161,8 +162,7 @@ def run_ranks(
             env=dict(env or {}),
             folder=Path(folder),
         )
-        spawn = get_context("spawn")
-        processes = [spawn.Process(target=_run_rank, args=(job, r)) for r in range(world_size)]
+        processes = _processes(job)
         try:
             for process in processes:
                 process.start()
@@ -178,8 +178,33 @@ def run_ranks(
     return results
 
 
+def _processes(job: _Job) -> list[BaseProcess]:
+    """Make the ranks' processes: fresh ones, which share nothing with this process.
+
+    They are forked from a server that has loaded torch and has no threads: to load it takes each rank seconds
+    of a core. With variables of its own a rank must load torch itself.
+    """
+    ranks = range(job.world_size)
+    if job.env:
+        spawn = get_context("spawn")
+        return [spawn.Process(target=_run_rank, args=(job, rank)) for rank in ranks]
+    fork = get_context("forkserver")
+    fork.set_forkserver_preload(PRELOADED)
+    # The server lives on and serves later runs; libraries that torch loads must start no threads in it.
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return [fork.Process(target=_run_rank, args=(job, rank)) for rank in ranks]
+
+
 def _watch(
-    processes: Sequence[SpawnProcess], timeout_s: float, grace_s: float
+    processes: Sequence[BaseProcess], timeout_s: float, grace_s: float
 ) -> tuple[dict[int, str], bool]:
     """Wait for the ranks; return why those still alive have to be stopped, and whether for the deadline."""
     alive = dict(enumerate(processes))
@@ -202,7 +227,7 @@ def _watch(
     return dict.fromkeys(hung, why), late and bool(hung)
 
 
-def _stop(processes: Sequence[SpawnProcess]) -> None:
+def _stop(processes: Sequence[BaseProcess]) -> None:
     """End those still alive. SIGABRT first: it makes a rank write the stacks of its threads to its log."""
     for number in (signal.SIGABRT, signal.SIGKILL):
         alive = {p.pid: p for p in processes if p.pid is not None and p.exitcode is None}

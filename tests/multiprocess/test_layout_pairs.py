@@ -26,6 +26,8 @@ from tests.layouts import (
     whole_parameters,
 )
 
+pytestmark = pytest.mark.timeout(900)  # the first test waits for the ranks of all
+
 NUM_LAYOUTS = 14
 NUM_STEPS = 2  # before the save
 
@@ -141,7 +143,6 @@ def outcomes(root: str) -> dict[int, list[tuple[int, list[str]]]]:
     return {4: on_4, 2: run_ranks(load_into_layouts, 2, root, timeout_s=400).values}
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world_size", [4, 2])
 def test_every_layout_loads_into_every_other(
     root: str, outcomes: dict[int, list[tuple[int, list[str]]]], world_size: int
