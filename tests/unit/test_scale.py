@@ -1,4 +1,4 @@
-"""Plans for thousands of ranks: what they say, and how large they are. scripts/simulate_scale.py times them."""
+"""Plans for thousands of ranks: what they say, how large they are; scripts/simulate_scale.py times them."""
 
 from __future__ import annotations
 
