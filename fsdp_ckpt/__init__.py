@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from fsdp_ckpt.manager import CheckpointManager, SaveHandle
     from fsdp_ckpt.process_groups import end_process_group, process_group
-    from fsdp_ckpt.restoring import RestoreReport
+    from fsdp_ckpt.restore_report import RestoreReport
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
 
 _HOMES = {
@@ -59,7 +59,7 @@ _HOMES = {
     ),
     "fsdp_ckpt.manager": ("CheckpointManager", "SaveHandle"),
     "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
-    "fsdp_ckpt.restoring": ("RestoreReport",),
+    "fsdp_ckpt.restore_report": ("RestoreReport",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

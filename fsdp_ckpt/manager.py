@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
 from fsdp_ckpt.errors import ClosedError
 from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.restoring import Allowed, Restorer, RestoreReport
+from fsdp_ckpt.restore_report import Allowed, RestoreReport
+from fsdp_ckpt.restoring import Restorer
 from fsdp_ckpt.saving import Saver
 from fsdp_ckpt.storage.open import open_store
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.commit.catalog import CheckpointInfo, step_folder
 from fsdp_ckpt.commit.publish import retire_manifest
-from fsdp_ckpt.dcp.agreement import Agreement, Summary, agree
+from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
+from fsdp_ckpt.dcp.summary import Summary
 from fsdp_ckpt.dcp.writer import Attempt, ShardedStorageWriter, ShardReceipt
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.ranks import RankGroup

@@ -40,9 +40,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
-from fsdp_ckpt.dcp.agreement import Item, Summary, agree
+from fsdp_ckpt.dcp.agreement import agree
 from fsdp_ckpt.dcp.load_planner import read_items
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
+from fsdp_ckpt.dcp.summary import Item, Summary
 from fsdp_ckpt.dcp.writer import Attempt, ShardedStorageWriter, ShardReceipt
 from fsdp_ckpt.manifest.schema import shard_name
 from fsdp_ckpt.manifest.tree import Path, path_name, path_to_json
@@ -199,8 +200,8 @@ def simulate(num_ranks: int, num_replicas: int = 1) -> dict[str, float]:
 def _fastest(action: Callable[..., object], arguments: Callable[[int], tuple[Any, ...]]) -> float:
     """Return the seconds of the fastest repeat.
 
-    As ``timeit`` does it, without the cyclic collector: that comes at some numbers of ranks and not at others,
-    and what it then costs (0.1 s here) is for all that the process has imported.
+    As ``timeit`` does it, without the cyclic collector: that comes at some numbers of ranks and not at
+    others, and what it then costs (0.1 s here) is for all that the process has imported.
     """
     seconds = math.inf
     for i in range(REPEATS):

@@ -31,11 +31,12 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from fsdp_ckpt.dcp.agreement import Agreement, Summary, agree
+from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.dcp.state_view import StateView
+from fsdp_ckpt.dcp.summary import Summary
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.tree import Path, path_name

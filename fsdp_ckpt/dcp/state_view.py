@@ -15,9 +15,9 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from fsdp_ckpt.dcp.agreement import Item, Summary
 from fsdp_ckpt.dcp.leaves import LIVE_TENSOR, StateSkeleton, leaves_of
 from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor
+from fsdp_ckpt.dcp.summary import Item, Summary
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.layouts import MeshLayout

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
-from fsdp_ckpt.dcp.agreement import Agreement, Item, Summary, agree
+from fsdp_ckpt.dcp.agreement import Agreement, agree
+from fsdp_ckpt.dcp.summary import Item, Summary
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
