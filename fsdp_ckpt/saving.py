@@ -9,7 +9,6 @@ nothing committed.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -101,11 +100,9 @@ class Saver:
                 self._agreed = planner.structure, agreement
             return self._agreed[1]
         self._agreed = None
-        distinct: dict[str, Summary] = {}
-        summaries = []
-        for rank, (its_step, encoded) in enumerate(
-            group.gather([step, planner.summary().to_json()])
-        ):
+        summary = planner.summary()
+        prints: list[str] = []
+        for rank, (its_step, fingerprint) in enumerate(group.gather([step, summary.fingerprint()])):
             if its_step != step:
                 raise MismatchError(
                     f"rank {group.rank} saves step {step}, rank {rank} step {its_step}; advance the progress "
@@ -113,11 +110,12 @@ class Saver:
                     step=step,
                     rank=rank,
                 )
-            key = json.dumps(encoded)
-            if key not in distinct:
-                distinct[key] = Summary.from_json(encoded)
-            summaries.append(distinct[key])
-        return agree(summaries, parts=PARTS)
+            prints.append(fingerprint)
+        # One rank of those that say the same says it for all of them.
+        speaks = prints.index(prints[group.rank]) == group.rank
+        spoken = group.gather(summary.to_json() if speaks else None)
+        told = {fp: Summary.from_json(said) for fp, said in zip(prints, spoken, strict=True) if said}
+        return agree([told[fingerprint] for fingerprint in prints], parts=PARTS)
 
     def _write(self, step: int, *, replace_damaged: bool) -> CheckpointInfo:
         group, planner = self._group, self._planner
