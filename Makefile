@@ -18,7 +18,7 @@ RANK_TESTS := $(wildcard tests/multiprocess tests/fault tests/e2e)
 # One torch thread per rank: the ranks of a test share the cores of one machine.
 export OMP_NUM_THREADS := 1
 
-.PHONY: venv format check test demo clean
+.PHONY: venv format check test bench soak demo clean
 
 venv: $(INSTALLED)
 
@@ -41,6 +41,15 @@ check: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
 	$(BIN)/python -m pytest -q --durations=10 $(RANK_TESTS)
+
+# Figures to look at, never a test: this machine may be busy.
+bench: $(INSTALLED)
+	$(BIN)/python scripts/bench_plan.py
+	$(BIN)/python scripts/simulate_scale.py
+
+# Fifty short training jobs, each of which must end clean; about ten minutes.
+soak: $(INSTALLED)
+	$(BIN)/python scripts/soak_exit.py 50
 
 demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py
