@@ -114,7 +114,9 @@ class Saver:
         # One rank of those that say the same says it for all of them.
         speaks = prints.index(prints[group.rank]) == group.rank
         spoken = group.gather(summary.to_json() if speaks else None)
-        told = {fp: Summary.from_json(said) for fp, said in zip(prints, spoken, strict=True) if said}
+        told = {
+            fp: Summary.from_json(said) for fp, said in zip(prints, spoken, strict=True) if said
+        }
         return agree([told[fingerprint] for fingerprint in prints], parts=PARTS)
 
     def _write(self, step: int, *, replace_damaged: bool) -> CheckpointInfo:

@@ -30,6 +30,7 @@ from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
 
+INLINE = -1
 # Address space for a whole file, memory for the blocks that are read. Python 3.11 has no
 # name for MAP_NORESERVE.
 _SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
@@ -40,7 +41,7 @@ class Piece:
     """A part of one stored chunk.
 
     Args:
-        rank: Whose file.
+        rank: Whose file, or ``INLINE`` for the manifest.
         entry: The chunk.
         region: Which part of it, global coordinates; not empty.
     """
@@ -53,7 +54,7 @@ class Piece:
 class SourceImages:
     """What was read: one buffer per file, alive as long as this object or an array from it."""
 
-    def __init__(self, buffers: Mapping[int, mmap.mmap]) -> None:
+    def __init__(self, buffers: Mapping[int, mmap.mmap | bytearray]) -> None:
         self._buffers = buffers
 
     def array(self, piece: Piece) -> np.ndarray:
@@ -95,6 +96,34 @@ class Checkpoint:
     def rows(self) -> dict[str, TensorRow]:
         """Tensor rows by name."""
         return {row.name: row for row in self.manifest.tensors}
+
+    @cached_property
+    def _inline(self) -> dict[str, Entry]:
+        """Entries of the image that the manifest's inline tensors make up."""
+        entries, position = {}, 0
+        for name, data in self.manifest.inline.items():
+            row = self.rows[name]
+            box = Box.whole(row.shape)
+            entries[name] = Entry(
+                key=name,
+                name=name,
+                dtype=row.dtype,
+                shape=row.shape,
+                box=box,
+                byte_offset=position,
+            )
+            # The next one starts aligned for any dtype.
+            position += -(-len(data) // 16) * 16
+        return entries
+
+    @cached_property
+    def _inline_image(self) -> bytearray:
+        data = bytearray(16 * (1 + sum(-(-len(d) // 16) for d in self.manifest.inline.values())))
+        for name, entry in self._inline.items():
+            data[entry.byte_offset : entry.byte_offset + entry.num_bytes] = self.manifest.inline[
+                name
+            ]
+        return data
 
     def header(self, rank: int) -> ShardHeader:
         """Return the verified header of a rank's file.
@@ -184,6 +213,8 @@ class Checkpoint:
 
     def pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
         """Return the stored pieces that together make up ``wanted``, a box of the row's tensor."""
+        if row.name in self._inline and wanted.num_elements:
+            return [Piece(INLINE, self._inline[row.name], wanted)]
         return [
             self._piece(row, rank, box, region)
             for rank, box in row.overlapping(wanted)
@@ -226,6 +257,8 @@ class Checkpoint:
         wanted: dict[int, set[int]] = {}
         for piece in pieces:
             entry = piece.entry
+            if piece.rank == INLINE:
+                continue
             start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
             blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
             wanted.setdefault(piece.rank, set()).update(blocks)
@@ -235,7 +268,9 @@ class Checkpoint:
             buffers = threads.map(
                 lambda rank: self._read_file(rank, wanted[rank], per_file), wanted
             )
-            return SourceImages(dict(zip(wanted, buffers, strict=True)))
+            return SourceImages(
+                {INLINE: self._inline_image, **dict(zip(wanted, buffers, strict=True))}
+            )
 
     def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:
         file, header = self.manifest.files[rank], self.header(rank)

@@ -35,7 +35,7 @@ from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
-from fsdp_ckpt.dcp.state_view import StateView
+from fsdp_ckpt.dcp.state_view import StateView, bytes_of
 from fsdp_ckpt.dcp.summary import Summary
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.schema import Manifest
@@ -58,6 +58,7 @@ class ShardSavePlanner(SavePlanner):
         self._agreement: Agreement | None = None
         self._layout: ImageLayout | None = None
         self._paths: dict[str, Path] = {}  # of the layout's entries
+        self._inline_names: list[str] | None = None
         self._rank = 0
         self._world_size = 1
 
@@ -106,7 +107,7 @@ class ShardSavePlanner(SavePlanner):
     def accept(self, agreement: Agreement, rank: int, world_size: int) -> None:
         """Take over what all ranks agreed on; the same object again costs nothing."""
         if agreement is not self._agreement or (rank, world_size) != (self._rank, self._world_size):
-            self._layout = None
+            self._layout, self._inline_names = None, None
         self._agreement, self._rank, self._world_size = agreement, rank, world_size
 
     @property
@@ -130,12 +131,20 @@ class ShardSavePlanner(SavePlanner):
             resolve=lambda entry: self._resolve(entry, own),
             own=frozenset(name for name in own if view.has_tensor(name)),
             own_values={view.path_of(n): v for n, v in view.values.items() if n in own},
+            inline=self._inline(),
             global_values={
                 view.path_of(name): view.values[name]
                 for name, owner in agreement.value_owners.items()
                 if owner == self._rank
             },
         )
+
+    def _inline(self) -> dict[str, bytes]:
+        if self._rank != 0:
+            return {}
+        if self._inline_names is None:
+            self._inline_names = [row.name for row in self.agreement.tensors if row.is_inline]
+        return {name: bytes(bytes_of(self._view.live(name).local)) for name in self._inline_names}
 
     def _own_chunks(self, own: frozenset[str]) -> Iterator[Chunk]:
         for name in sorted(own):

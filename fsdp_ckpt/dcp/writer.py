@@ -59,22 +59,32 @@ class ShardReceipt:
     Args:
         file: Its row in the manifest.
         values: The global values that this rank answers for, typed JSON by path.
+        inline: Content of the tensors that the manifest holds too, by name; of rank 0.
     """
 
     file: FileRow
     values: Mapping[Path, Json]
+    inline: Mapping[str, bytes]
 
     def to_json(self) -> Json:
         """Return plain data."""
         row = [self.file.name, self.file.num_bytes, self.file.data_offset, self.file.digest]
-        return {"file": row, "values": [[path_to_json(p), v] for p, v in self.values.items()]}
+        return {
+            "file": row,
+            "values": [[path_to_json(p), v] for p, v in self.values.items()],
+            "inline": {name: data.hex() for name, data in self.inline.items()},
+        }
 
     @classmethod
     def from_json(cls, encoded: Mapping[str, Any]) -> ShardReceipt:
         """Rebuild what :meth:`to_json` described."""
         name, num_bytes, data_offset, digest = encoded["file"]
         row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=digest)
-        return cls(file=row, values={path_from_json(p): v for p, v in encoded["values"]})
+        return cls(
+            file=row,
+            values={path_from_json(p): v for p, v in encoded["values"]},
+            inline={name: bytes.fromhex(data) for name, data in encoded["inline"].items()},
+        )
 
 
 class ShardedStorageWriter(StorageWriter):
@@ -164,7 +174,7 @@ class ShardedStorageWriter(StorageWriter):
         finally:
             self._pool.release(buffer)
         row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=header_digest)
-        return ShardReceipt(file=row, values=contents.global_values)
+        return ShardReceipt(file=row, values=contents.global_values, inline=contents.inline)
 
     def publish(
         self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]
@@ -184,8 +194,10 @@ class ShardedStorageWriter(StorageWriter):
         self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]
     ) -> Manifest:
         values = dict(manifest.values)
+        inline = dict(manifest.inline)
         for receipt in receipts:
             values.update(receipt.values)
+            inline.update(receipt.inline)
         return dataclasses.replace(
             manifest,
             step=attempt.step,
@@ -193,6 +205,7 @@ class ShardedStorageWriter(StorageWriter):
             generation=self.generation,
             files=tuple(receipt.file for receipt in receipts),
             values=values,
+            inline=inline,
             library=__version__,
         )
 

@@ -8,6 +8,7 @@ The document ends with a digest of itself, so a torn or changed manifest is neve
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,12 +24,13 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.coverage import check_coverage
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import Chunks, Layout
+from fsdp_ckpt.plan.layouts import Chunks, Layout, MeshLayout
 
 __all__ = ["FORMAT_VERSION", "FileRow", "Manifest", "TensorRow", "shard_name"]
 
 FORMAT_NAME = "fsdp_ckpt"
 FORMAT_VERSION = 1
+INLINE_BYTES = 64
 _DIGEST_KEY = b',"digest":"'
 _FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\.safetensors", re.ASCII)
 
@@ -60,6 +62,22 @@ class TensorRow:
     def name(self) -> str:
         """The path joined by dots."""
         return path_name(self.path)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the manifest holds its content too: a few bytes, the same on all ranks."""
+        layout = self.layout
+        return (
+            isinstance(layout, MeshLayout)
+            and layout.num_replicas == len(layout.ranks)
+            and 0 in layout.mesh.positions
+            and 0 < self.num_bytes <= INLINE_BYTES
+        )
 
     def overlapping(self, wanted: Box) -> list[tuple[int, Box]]:
         """Return (rank, chunk) for every stored chunk that shares an element with ``wanted``."""
@@ -101,6 +119,9 @@ class Manifest:
         values: Global values, typed JSON by path.
         rank_local: Paths of which every rank has its own value or tensor, in its shard file.
         partial: Paths of which some ranks have their own, in their shard files, and the others nothing.
+        inline: Content of tensors of a few bytes that all ranks hold, by name, row-major, little endian: step
+            counts, so that no block of another rank's file is read for four bytes. They stand in a shard file
+            too.
         varying: Paths that have a global value or tensor, from which some ranks differ: those have their
             own in their shard file.
         generation: Goes up with every rollback.
@@ -117,6 +138,7 @@ class Manifest:
     rank_local: tuple[Path, ...] = ()
     partial: tuple[Path, ...] = ()
     varying: tuple[Path, ...] = ()
+    inline: Mapping[str, bytes] = field(default_factory=dict)
     generation: int = 0
     created: str = ""
     library: str = ""
@@ -149,6 +171,7 @@ class Manifest:
             "rank_local": [path_to_json(path) for path in self.rank_local],
             "partial": [path_to_json(path) for path in self.partial],
             "varying": [path_to_json(path) for path in self.varying],
+            "inline": {name: data.hex() for name, data in self.inline.items()},
         }
 
     def to_bytes(self) -> bytes:
@@ -223,6 +246,7 @@ class Manifest:
             rank_local=tuple(path_from_json(path) for path in document["rank_local"]),
             partial=tuple(path_from_json(path) for path in document["partial"]),
             varying=tuple(path_from_json(path) for path in document["varying"]),
+            inline={name: bytes.fromhex(data) for name, data in document["inline"].items()},
         )
         if len(manifest.values) != len(document["values"]):
             raise CorruptCheckpointError("two values have the same name")
@@ -256,6 +280,12 @@ class Manifest:
         for row in self.tensors:
             itemsize(row.dtype)
             check_coverage(row.name, row.shape, row.layout, row.replica)
+        sizes = {row.name: row.num_bytes for row in self.tensors}
+        for name, data in self.inline.items():
+            if sizes.get(name) != len(data):
+                raise CorruptCheckpointError(
+                    f"{name}: {len(data)} bytes inline, {sizes.get(name)} expected"
+                )
 
 
 def _check_version(version: Any, where: str) -> None:

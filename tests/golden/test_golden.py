@@ -275,3 +275,12 @@ def test_examples_of_the_specification(placements: str, starts: list[int]) -> No
     layout = MeshLayout(Mesh((2, 2), (0, 1, 2, 3)), parsed)
     boxes = [layout.box_of((5, 3), rank) for rank in range(4)]
     assert [box.offsets[0] for box in boxes if box] == starts
+
+
+def test_small_tensors_of_all_ranks_stand_in_the_manifest_too() -> None:
+    """A tensor of up to 64 bytes that all ranks hold is in the manifest, with the bytes of its file."""
+    manifest = Manifest.from_bytes((STEP / "manifest.json").read_bytes(), "golden")
+    assert {"buffers.count", "optimizer.state.rows.weight.step"} <= manifest.inline.keys()
+    assert "buffers.running" not in manifest.inline
+    for name, content in manifest.inline.items():
+        assert content == TENSORS[name][2]
