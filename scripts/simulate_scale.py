@@ -127,10 +127,12 @@ def receipts_of(num_ranks: int) -> list[Any]:
     """Return what the coordinator hears from every rank once its shard file is durable."""
     num_bytes = 12 * sum(math.prod(shape) for shape in parameter_shapes().values()) // num_ranks
     values = [[path_to_json(path), value] for path, value in global_values().items()]
+    steps = {f"optimizer.state.{name}.step": "00" * 4 for name in parameter_shapes()}
     return [
         {
             "file": [shard_name(ATTEMPT, rank, num_ranks), num_bytes, 1_400_832, DIGEST],
             "values": values if rank == 0 else [],
+            "inline": steps if rank == 0 else {},
         }
         for rank in range(num_ranks)
     ]

@@ -24,7 +24,7 @@ class Contents:
         resolve: Entry → live local tensor of the chunk's shape.
         own: Names of entries that are this rank's own.
         own_values: This rank's own values, typed JSON by path.
-        inline: Content of the tensors that the manifest holds too, by name; of rank 0.
+        inline: Reads the tensors that the manifest holds too; returns name → content on rank 0.
         global_values: Global values of which this rank's is the one that counts.
     """
 
@@ -33,5 +33,5 @@ class Contents:
     resolve: Callable[[Entry], torch.Tensor]
     own: frozenset[str] = frozenset()
     own_values: Mapping[Path, Json] = field(default_factory=dict)
-    inline: Mapping[str, bytes] = field(default_factory=dict)
+    inline: Callable[[], Mapping[str, bytes]] = dict
     global_values: Mapping[Path, Json] = field(default_factory=dict)

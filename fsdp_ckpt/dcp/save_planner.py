@@ -35,7 +35,7 @@ from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
-from fsdp_ckpt.dcp.state_view import StateView, bytes_of
+from fsdp_ckpt.dcp.state_view import StateView
 from fsdp_ckpt.dcp.summary import Summary
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.manifest.schema import Manifest
@@ -131,7 +131,7 @@ class ShardSavePlanner(SavePlanner):
             resolve=lambda entry: self._resolve(entry, own),
             own=frozenset(name for name in own if view.has_tensor(name)),
             own_values={view.path_of(n): v for n, v in view.values.items() if n in own},
-            inline=self._inline(),
+            inline=self._inline,
             global_values={
                 view.path_of(name): view.values[name]
                 for name, owner in agreement.value_owners.items()
@@ -144,7 +144,7 @@ class ShardSavePlanner(SavePlanner):
             return {}
         if self._inline_names is None:
             self._inline_names = [row.name for row in self.agreement.tensors if row.is_inline]
-        return {name: bytes(bytes_of(self._view.live(name).local)) for name in self._inline_names}
+        return self._view.bytes_by_name(self._inline_names)
 
     def _own_chunks(self, own: frozenset[str]) -> Iterator[Chunk]:
         for name in sorted(own):

@@ -161,6 +161,7 @@ class ShardedStorageWriter(StorageWriter):
         buffer = self._pool.acquire(num_bytes)
         try:
             fill_image(buffer, data_offset, contents.layout, contents.resolve)
+            inline = contents.inline()
             name = shard_name(attempt.id, rank, attempt.world_size)
             header_digest = write_shard(
                 self.store,
@@ -174,7 +175,7 @@ class ShardedStorageWriter(StorageWriter):
         finally:
             self._pool.release(buffer)
         row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=header_digest)
-        return ShardReceipt(file=row, values=contents.global_values, inline=contents.inline)
+        return ShardReceipt(file=row, values=contents.global_values, inline=inline)
 
     def publish(
         self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]

@@ -207,7 +207,9 @@ class Manifest:
             return cls._from_document(document)
         except CheckpointError as e:
             raise CorruptCheckpointError(f"{where}: {e}", key=where) from e
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
+        except (
+            KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError,
+        ) as e:  # fmt: skip
             raise CorruptCheckpointError(
                 f"{where}: malformed manifest ({type(e).__name__}: {e})", key=where
             ) from e
