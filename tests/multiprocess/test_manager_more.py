@@ -172,3 +172,26 @@ def test_a_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
     """After a fall-back past a damaged checkpoint the run saves that step anew, and resumes from it."""
     for value in run_ranks(goes_on_after_damage, 2, str(tmp_path)).values:
         assert value == [1, [2], 2, 2]
+
+
+def draws(root: str, save: bool) -> Any:
+    state = TrainState()
+    manager = CheckpointManager(root, state, timeout_s=60)
+    torch.manual_seed(dist.get_rank())
+    if save:
+        manager.save()
+        return torch.rand(4).tolist(), None, None
+    report = manager.restore()
+    drawn = torch.rand(4).tolist()
+    manager.restore()
+    return drawn, torch.rand(4).tolist(), report.derived
+
+
+def test_random_states_on_more_ranks(tmp_path: Path) -> None:
+    """Ranks that existed keep their streams; new ones get distinct ones, the same at every restore."""
+    saved = run_ranks(draws, 2, str(tmp_path), True).values
+    found = run_ranks(draws, 4, str(tmp_path), False).values
+    assert [drawn for drawn, _, _ in found[:2]] == [drawn for drawn, _, _ in saved]
+    assert all(drawn == again for drawn, again, _ in found)
+    assert len({tuple(drawn) for drawn, _, _ in found}) == 4
+    assert [derived for _, _, derived in found] == [(), (), ("rng",), ("rng",)]
