@@ -141,12 +141,12 @@ class Checkpoint:
         file = self.manifest.files[rank]
         where = f"{self.store.url}/{file.name}"
         if file.data_offset > MAX_HEADER_BYTES:
-            raise self._damaged(rank, f"a header of {file.data_offset} bytes")
+            raise self.damaged(rank, f"a header of {file.data_offset} bytes")
         region = memoryview(bytearray(file.data_offset))
         with self._reading(rank):
             self.store.read_into(file.name, 0, region)
         if digest(region) != file.digest:
-            raise self._damaged(rank, "the header's digest does not match")
+            raise self.damaged(rank, "the header's digest does not match")
         header = ShardHeader.from_bytes(bytes(region), where)
         same = (header.attempt, header.rank, header.world_size, header.step) == (
             self.manifest.attempt,
@@ -155,10 +155,11 @@ class Checkpoint:
             self.manifest.step,
         )
         if not same or file.data_offset + header.layout.data_bytes != file.num_bytes:
-            raise self._damaged(rank, "the header is of another save")
+            raise self.damaged(rank, "the header is of another save")
         return header
 
-    def _damaged(self, rank: int, why: str) -> CorruptCheckpointError:
+    def damaged(self, rank: int, why: str) -> CorruptCheckpointError:
+        """Return the error that says why a rank's file is damaged, and what it holds."""
         file = self.manifest.files[rank]
         return CorruptCheckpointError(
             f"step {self.manifest.step}: the shard of rank {rank}, {self.store.url}/{file.name}, is damaged: "
@@ -176,9 +177,9 @@ class Checkpoint:
         try:
             yield
         except NotFoundError as e:
-            raise self._damaged(rank, "it is missing") from e
+            raise self.damaged(rank, "it is missing") from e
         except CorruptCheckpointError as e:
-            raise self._damaged(rank, str(e)) from e
+            raise self.damaged(rank, str(e)) from e
         except StorageError as e:
             # A short file is damage; a store that cannot be reached now is not.
             try:
@@ -186,7 +187,7 @@ class Checkpoint:
             except NotFoundError:
                 found = 0
             if found != file.num_bytes:
-                raise self._damaged(rank, f"it has {found} of {file.num_bytes} bytes") from e
+                raise self.damaged(rank, f"it has {found} of {file.num_bytes} bytes") from e
             raise
 
     def holdings(self, rank: int) -> str:
@@ -207,14 +208,18 @@ class Checkpoint:
                 listed[folder] = self.store.child(folder).list_files()
             found = listed[folder].get(name)
             if found is None:
-                raise self._damaged(rank, "it is missing")
+                raise self.damaged(rank, "it is missing")
             if found != file.num_bytes:
-                raise self._damaged(rank, f"it has {found} bytes, {file.num_bytes} expected")
+                raise self.damaged(rank, f"it has {found} bytes, {file.num_bytes} expected")
 
     def pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
         """Return the stored pieces that together make up ``wanted``, a box of the row's tensor."""
         if row.name in self._inline and wanted.num_elements:
             return [Piece(INLINE, self._inline[row.name], wanted)]
+        return self.file_pieces(row, wanted)
+
+    def file_pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
+        """Return the pieces in shard files, also of tensors that the manifest holds too."""
         return [
             self._piece(row, rank, box, region)
             for rank, box in row.overlapping(wanted)

@@ -55,15 +55,9 @@ def _check_size(checkpoint: Checkpoint, rank: int) -> None:
     try:
         found = checkpoint.store.size(file.name)
     except NotFoundError as e:
-        raise _damaged(
-            checkpoint, rank, f"it is missing; it holds {checkpoint.holdings(rank)}"
-        ) from e
+        raise checkpoint.damaged(rank, "it is missing") from e
     if found != file.num_bytes:
-        raise _damaged(
-            checkpoint,
-            rank,
-            f"it has {found} bytes, {file.num_bytes} expected; it holds {checkpoint.holdings(rank)}",
-        )
+        raise checkpoint.damaged(rank, f"it has {found} bytes, {file.num_bytes} expected")
 
 
 def _damaged_blocks(checkpoint: Checkpoint, rank: int, start: int) -> list[CorruptCheckpointError]:
@@ -94,7 +88,7 @@ def _damaged_blocks(checkpoint: Checkpoint, rank: int, start: int) -> list[Corru
 def _lacking_chunks(checkpoint: Checkpoint) -> Iterator[CorruptCheckpointError]:
     for row in checkpoint.manifest.tensors:
         try:
-            checkpoint.pieces(row, Box.whole(row.shape))
+            checkpoint.file_pieces(row, Box.whole(row.shape))
         except CorruptCheckpointError as e:
             yield e
 
