@@ -181,9 +181,13 @@ def failing_thread(root: str) -> dict[str, Any]:
     state.progress.advance()
     before = tree(root)
     real, threads = os.pwrite, set()
+    together = threading.Barrier(2)  # both threads are writing before either goes on
 
     def full_disk(fd: int, data: Any, offset: int) -> int:
-        threads.add(threading.current_thread().name)
+        name = threading.current_thread().name
+        if name.startswith("fsdp_ckpt-write") and name not in threads:
+            threads.add(name)
+            together.wait(30)
         if rank == 1 and offset > 8 << 20:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data, offset)
