@@ -32,6 +32,8 @@ class FsspecStore:
         storage_options: Passed to the filesystem.
     """
 
+    concurrency = 4
+
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
         self._url = url if url.endswith("://") else url.rstrip("/")
         # Messages and reports show it: without user name and password.
@@ -143,6 +145,7 @@ class FsspecWriter:
     """One new object, written in order."""
 
     ordered = True
+    part_bytes = 0
 
     def __init__(self, store: FsspecStore, key: str, file: Any) -> None:
         self._store = store
@@ -157,6 +160,9 @@ class FsspecWriter:
         with self._store._mapped(self._key):
             self._file.write(data)
         self._position += len(data)
+
+    def flush(self) -> None:
+        """Do nothing: the object appears whole, at the end."""
 
     def commit(self) -> None:
         """Close the object, which publishes it."""

@@ -24,6 +24,8 @@ class LocalStore:
         root: Path of the directory; made when the first object is written.
     """
 
+    concurrency = 2  # saturates a disk or a core, whichever is slower
+
     def __init__(self, root: str) -> None:
         self.url = os.path.abspath(os.path.expanduser(root))
 
@@ -120,6 +122,7 @@ class LocalWriter:
     """One new file, preallocated, written at any offset from any thread."""
 
     ordered = False
+    part_bytes = 0
 
     def __init__(self, path: str, num_bytes: int) -> None:
         self._path = path
@@ -138,6 +141,11 @@ class LocalWriter:
             done = 0
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], byte_offset + done)
+
+    def flush(self) -> None:
+        """Fsync the file."""
+        with mapped_os_errors(self._path):
+            os.fsync(self._fd)
 
     def commit(self) -> None:
         """Fsync the file and its directory."""

@@ -19,6 +19,7 @@ from fsdp_ckpt.storage.store import ObjectWriter, Store
 __all__ = ["digest", "read_ranges", "write_shard"]
 
 READ_BYTES = 32 * 1024 * 1024
+WRITE_BYTES = 16 * 1024 * 1024
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -34,18 +35,20 @@ def write_shard(
     data_offset: int,
     block_bytes: int,
     seal: Callable[[Sequence[str]], bytes],
-    num_threads: int = 2,
+    wait_filled: Callable[[int], None] | None = None,
+    num_threads: int | None = None,
 ) -> str:
     """Write one shard file; it is durable when this returns, and absent when this raises.
 
     Args:
         store: Where to.
         key: New object's key.
-        image: The whole file, its header region still blank.
+        image: The whole file; its header region is filled in here.
         data_offset: Start of the data in the image, in bytes.
         block_bytes: Bytes per digest.
         seal: Digests → header region of exactly ``data_offset`` bytes.
-        num_threads: Threads that digest and write.
+        wait_filled: Waits until the image holds so many bytes; by default it is whole already.
+        num_threads: Threads that digest and write; by default as many as suit the store.
 
     Returns:
         Digest of the header region.
@@ -53,23 +56,35 @@ def write_shard(
     Raises:
         StorageError: The store failed, on whichever thread; nothing stays under the key.
     """
-    data = image[data_offset:]
     writer = store.write(key, len(image))
     try:
-        starts = range(0, len(data), block_bytes)
+        data = image[data_offset:]
+        digests = [""] * -(-len(data) // block_bytes)
+        head, body = _cut(len(image), data_offset, writer.part_bytes or WRITE_BYTES, writer)
 
-        def put(start: int) -> str:
-            block = data[start : start + block_bytes]
-            if not writer.ordered:
-                writer.write_at(data_offset + start, block)
-            return digest(block)
+        def put(start: int, stop: int) -> None:
+            # The blocks that start in this part, digested while its bytes are in the cache.
+            blocks = range(
+                -(-max(start - data_offset, 0) // block_bytes),
+                -(-max(stop - data_offset, 0) // block_bytes),
+            )
+            if wait_filled is not None:
+                wait_filled(max(stop, min(data_offset + blocks.stop * block_bytes, len(image))))
+            for block in blocks:
+                digests[block] = digest(data[block * block_bytes : (block + 1) * block_bytes])
+            if start >= head and not writer.ordered:
+                writer.write_at(start, image[start:stop])
 
-        with ThreadPoolExecutor(num_threads, "fsdp_ckpt-write") as threads:
-            digests = list(threads.map(put, starts))
+        _run(put, body, num_threads or store.concurrency)
         header = seal(digests)
         if len(header) != data_offset:
             raise AssertionError(f"header of {len(header)} bytes in a region of {data_offset}")
-        _put_header(writer, header, data)
+        image[:data_offset] = header
+        writer.flush()
+        # A file whose header is there is whole.
+        for start, stop in body:
+            if start < head or writer.ordered:
+                writer.write_at(start, image[start:stop])
         writer.commit()
     except BaseException:
         with suppress(CheckpointError, OSError):  # the first error is the one to know
@@ -78,11 +93,31 @@ def write_shard(
     return digest(header)
 
 
-def _put_header(writer: ObjectWriter, header: bytes, data: memoryview) -> None:
-    writer.write_at(0, memoryview(header))
-    if writer.ordered:
-        for start in range(0, len(data), READ_BYTES):
-            writer.write_at(len(header) + start, data[start : start + READ_BYTES])
+def _cut(
+    num_bytes: int, data_offset: int, part_bytes: int, writer: ObjectWriter
+) -> tuple[int, list[tuple[int, int]]]:
+    """Cut a file into parts; those that start before the returned offset hold the header."""
+    if writer.part_bytes:
+        starts = list(range(0, num_bytes, part_bytes))
+        head = -(-data_offset // part_bytes) * part_bytes
+    else:
+        starts = [0, *range(data_offset, num_bytes, part_bytes)]
+        head = data_offset
+    return head, list(zip(starts, [*starts[1:], num_bytes], strict=True))
+
+
+def _run(
+    action: Callable[[int, int], None], spans: Iterable[tuple[int, int]], num_threads: int
+) -> None:
+    """Run ``action`` on every span, in several threads; the first failure ends it."""
+    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io") as threads:
+        pending = [threads.submit(action, *span) for span in spans]
+        try:
+            for future in pending:
+                future.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def read_ranges(
@@ -95,7 +130,7 @@ def read_ranges(
     block_bytes: int,
     digests: Sequence[str],
     explain: Callable[[int, int], str],
-    num_threads: int = 2,
+    num_threads: int | None = None,
 ) -> None:
     """Read parts of a shard's data, verified, into the same positions of ``buffer``.
 
@@ -108,7 +143,7 @@ def read_ranges(
         block_bytes: Bytes per digest.
         digests: Expected digests, one per block.
         explain: (start, stop) of a block → what it holds, for the error.
-        num_threads: Reads in flight.
+        num_threads: Reads in flight; by default as many as suit the store.
 
     Raises:
         CorruptCheckpointError: A block's digest differs.
@@ -132,6 +167,4 @@ def read_ranges(
     pieces = [
         (at, min(at + piece, stop)) for start, stop in ranges for at in range(start, stop, piece)
     ]
-    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-read") as threads:
-        for _ in threads.map(lambda span: read(*span), pieces):
-            pass
+    _run(read, pieces, num_threads or store.concurrency)

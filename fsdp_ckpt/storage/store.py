@@ -17,11 +17,20 @@ class ObjectWriter(Protocol):
 
     @property
     def ordered(self) -> bool:
-        """Whether bytes must come in order (object stores); otherwise any order, from any thread."""
+        """Whether bytes must come in order; otherwise in any order, from any thread."""
+        ...
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of the parts that ``write_at`` takes, each starting at a multiple of it; 0 for any range."""
         ...
 
     def write_at(self, byte_offset: int, data: memoryview) -> None:
         """Write all of ``data`` at ``byte_offset``; the buffer may be reused afterwards."""
+        ...
+
+    def flush(self) -> None:
+        """Make what was written durable before anything that is written later, where the store can."""
         ...
 
     def commit(self) -> None:
@@ -40,6 +49,11 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The root as the user would write it; without credentials."""
+        ...
+
+    @property
+    def concurrency(self) -> int:
+        """Reads or writes of one rank in flight with which this store is fastest."""
         ...
 
     def child(self, key: str) -> Store:

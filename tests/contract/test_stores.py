@@ -679,6 +679,10 @@ class FailingWriter:
         self._writer = writer
         self._fault = fault
         self.ordered = writer.ordered
+        self.part_bytes = writer.part_bytes
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def write_at(self, byte_offset: int, data: memoryview) -> None:
         self._fault.tick("write_at")

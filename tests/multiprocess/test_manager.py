@@ -185,7 +185,7 @@ def failing_thread(root: str) -> dict[str, Any]:
 
     def full_disk(fd: int, data: Any, offset: int) -> int:
         name = threading.current_thread().name
-        if name.startswith("fsdp_ckpt-write") and name not in threads:
+        if name.startswith("fsdp_ckpt-io") and name not in threads:
             threads.add(name)
             together.wait(30)
         if rank == 1 and offset > 8 << 20:
