@@ -31,9 +31,11 @@ if TYPE_CHECKING:
         UnencodableStateError,
         UnsupportedFormatError,
     )
-    from fsdp_ckpt.manager import CheckpointManager, SaveHandle
+    from fsdp_ckpt.manager import CheckpointManager
+    from fsdp_ckpt.options import SaveOptions
     from fsdp_ckpt.process_groups import end_process_group, process_group
     from fsdp_ckpt.restore_report import RestoreReport
+    from fsdp_ckpt.save_handle import SaveHandle
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
 
 _HOMES = {
@@ -57,9 +59,11 @@ _HOMES = {
         "UnencodableStateError",
         "UnsupportedFormatError",
     ),
-    "fsdp_ckpt.manager": ("CheckpointManager", "SaveHandle"),
+    "fsdp_ckpt.manager": ("CheckpointManager",),
+    "fsdp_ckpt.options": ("SaveOptions",),
     "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
     "fsdp_ckpt.restore_report": ("RestoreReport",),
+    "fsdp_ckpt.save_handle": ("SaveHandle",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -81,6 +85,7 @@ __all__ = [
     "RestoreReport",
     "ResumableSampler",
     "SaveHandle",
+    "SaveOptions",
     "ShardSavePlanner",
     "ShardedStorageReader",
     "ShardedStorageWriter",

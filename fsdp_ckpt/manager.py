@@ -12,38 +12,25 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
-from fsdp_ckpt.errors import ClosedError
+from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
+from fsdp_ckpt.options import SaveMode, SaveOptions
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
+from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.saving import Saver
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.writer.job import store_address
 
 if TYPE_CHECKING:
     from fsdp_ckpt.replicas import CheckReplicas
     from fsdp_ckpt.state.train_state import TrainState
 
-__all__ = ["CheckpointManager", "SaveHandle"]
+__all__ = ["CheckpointManager"]
 
 logger = logging.getLogger("fsdp_ckpt")
 
-
-class SaveHandle:
-    """A save's outcome. This version saves synchronously, so it is done when you hold it."""
-
-    def __init__(self, info: CheckpointInfo) -> None:
-        self._info = info
-
-    def wait_staged(self) -> None:
-        """Return when the live state may change again."""
-
-    def wait(self) -> CheckpointInfo:
-        """Return the committed checkpoint."""
-        return self._info
-
-    def done(self) -> bool:
-        """Whether the save has ended."""
-        return True
+REPORT_GRACE_S = 10.0
 
 
 class CheckpointManager:
@@ -54,7 +41,8 @@ class CheckpointManager:
         state: What is saved and restored.
         timeout_s: How long a rank waits for the others in one exchange, in seconds; must cover the slowest
             rank's writing.
-        num_threads: Threads that read or write, per rank.
+        options: How a save goes; by default asynchronous.
+        num_threads: Threads that read or write, per rank; by default as many as suit the store.
         check_replicas: What to do where replicas of parameters or optimizer state are not bit-equal at a
             save: ``raise`` a RankFailureError, ``warn``, or ``off``. ``None`` warns, and looks at replicated
             shards only where that costs under 2 % of the save.
@@ -66,19 +54,29 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         state: TrainState,
         *,
+        options: SaveOptions | None = None,
         timeout_s: float = 1800.0,
-        num_threads: int = 2,
+        num_threads: int | None = None,
         check_replicas: CheckReplicas | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.state = state
-        options = dict(storage_options or {})
-        self._root = open_store(root, **options)
+        self._options = options or SaveOptions()
+        fs_options = dict(storage_options or {})
+        self._root = open_store(root, **fs_options)
         self._group = RankGroup.of(timeout_s)
+        # A rank may use up its deadline for writing before it reports.
+        background = RankGroup.of(timeout_s + 2 * REPORT_GRACE_S, lingers=True)
         self._saver = Saver(
-            self._root, self._group, options, num_threads=num_threads, check=check_replicas
+            self._root,
+            self._group,
+            background,
+            self._options,
+            address=store_address(root, fs_options),
+            num_threads=num_threads,
+            check=check_replicas,
         )
-        self._restorer = Restorer(self._root, self._group, options, num_threads=num_threads)
+        self._restorer = Restorer(self._root, self._group, fs_options, num_threads=num_threads)
         self._damaged: set[int] = set()  # steps that the last restore passed over as damaged
         self._closed = False
 
@@ -91,12 +89,23 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CheckpointError as e:  # the error under way is the one to know
+            logger.error("a save failed: %s", describe(e))
 
     def close(self) -> None:
-        """Release the buffers; closing twice is fine."""
-        self._saver.close()
-        self._closed = True
+        """Finish what is under way, and release buffers and writer; closing twice is fine.
+
+        Raises:
+            CheckpointError: A save in the background failed, and no call has said so yet.
+        """
+        if not self._closed:
+            self._closed = True
+            self._saver.close()
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return every whole checkpoint, newest first; any rank may call it alone.
@@ -116,26 +125,34 @@ class CheckpointManager:
             (f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo)), None
         )
 
-    def save(self) -> SaveHandle:
+    def save(self, *, mode: SaveMode | None = None) -> SaveHandle:
         """Save the state as the checkpoint of ``state.progress.step``; called by every rank.
 
+        Args:
+            mode: When to return, for this save; by default as the options say.
+
         Returns:
-            A handle; the checkpoint is committed and durable.
+            A handle. In mode ``sync`` the checkpoint is committed and durable; in mode ``async`` the live state
+            may change again; in mode ``lazy`` parameters and optimizer state may change again after
+            ``handle.wait_staged()``, for which ``optimizer.step()`` waits by itself.
 
         Raises:
             UnencodableStateError: A value cannot be saved; nothing was written.
             MismatchError: Ranks contradict each other about the state or the step; nothing was written.
             AlreadyCommittedError: The step has a checkpoint already.
-            IncompleteWriteError: A rank failed to write; nothing was committed.
+            IncompleteWriteError: A rank failed to write, in this save or in an earlier one that was still
+                under way; nothing was committed of that one. Or every image is in use, and ``on_busy`` is
+                ``error``.
             RankFailureError: A rank did not answer in time, or replicas differ and must not.
         """
         self._check_open()
         step = self.state.progress.step
-        info = self._saver.save(self.state, replace_damaged=step in self._damaged)
-        self._damaged.discard(step)
-        if self._group.is_coordinator:
-            logger.info("saved step %d, %d bytes, to %s", step, info.num_bytes, info.url)
-        return SaveHandle(info)
+        handle = self._saver.save(
+            self.state, mode or self._options.mode, replace_damaged=step in self._damaged
+        )
+        if not handle.is_skipped:
+            self._damaged.discard(step)
+        return handle
 
     def restore(
         self,
@@ -174,6 +191,7 @@ class CheckpointManager:
             cast=allow_cast,
             torn=allow_torn,
         )
+        self._saver.finish()  # what is under way may be what is asked for
         report = self._restorer.restore(self.state, step, allowed)
         self._damaged = {s.step for s in report.skipped if not s.torn}
         return report

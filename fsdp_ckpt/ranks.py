@@ -49,6 +49,8 @@ class RankGroup:
         world_size: Number of ranks.
         store: Shared c10d store; needed where ``world_size`` > 1.
         timeout_s: Deadline of every exchange, in seconds.
+        lingers: The coordinator waits a little until all ranks have read its answer, so that it may end the
+            program, and with it the store that it may serve, right after.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class RankGroup:
         world_size: int = 1,
         store: Store | None = None,
         timeout_s: float = 600.0,
+        *,
+        lingers: bool = False,
     ) -> None:
+        self._lingers = lingers
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -65,19 +70,22 @@ class RankGroup:
         self._round = 0
 
     @classmethod
-    def of(cls, timeout_s: float = 600.0) -> RankGroup:
+    def of(cls, timeout_s: float = 600.0, *, lingers: bool = False) -> RankGroup:
         """Return the group of all ranks of the job; called by all of them.
 
+        Each group has a connection of its own, so that one thread's waiting does not hold up another's.
         Without an initialised process group, a group of one.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s)
         # The public API gives no handle on the store that init_process_group made.
         default: Store = dist.distributed_c10d._get_default_store()
+        if hasattr(default, "clone"):  # torch >= 2.7
+            default = default.clone()
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
             f"fsdp_ckpt/{next(_numbers)}", default
         )
-        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s)
+        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s, lingers=lingers)
 
     @property
     def is_coordinator(self) -> bool:
@@ -117,6 +125,34 @@ class RankGroup:
         if errors:
             raise _agreed_error(what, errors, self.rank, error)
         return result  # type: ignore[return-value]  # None only where action returned None
+
+    def decide(
+        self, what: str, action: Callable[[], Any], combine: Callable[[list[Any]], Any]
+    ) -> Any:
+        """Run ``action`` on every rank, and let the coordinator make one answer of all results.
+
+        Args:
+            what: What is being done, for the error.
+            action: Local work; returns JSON.
+            combine: All ranks' results in rank order → JSON; only if all succeeded.
+
+        Returns:
+            What ``combine`` returned, on every rank.
+
+        Raises:
+            CheckpointError: As in :meth:`run`, or what ``combine`` raised, on every rank.
+        """
+        result, error = _outcome(action)
+
+        def answer_of(outcomes: list[Any]) -> Any:
+            failures = [[r, o["error"]] for r, o in enumerate(outcomes) if "error" in o]
+            return {"failures": failures} if failures else combine([o["result"] for o in outcomes])
+
+        answer = self._exchange(_outcome_to_json(result, error), answer_of)
+        if isinstance(answer, dict) and "failures" in answer:
+            errors: dict[int, Exception] = {r: error_from_json(e) for r, e in answer["failures"]}
+            raise _agreed_error(what, errors, self.rank, error)
+        return answer
 
     def commit(
         self, what: str, action: Callable[[], Any], finish: Callable[[list[Any]], Any]
@@ -192,6 +228,8 @@ class RankGroup:
             store.set(f"{number}/{self.rank}", json.dumps(value))
             # The coordinator may answer at its own deadline that a rank is silent: a little later than ours.
             answer = json.loads(self._wait(answer_key, deadline + GRACE_S, 0, number))
+            if self._lingers:
+                store.add(f"{number}/readers", 1)
             if "error" in answer:
                 raise error_from_json(answer["error"])
             return answer["result"]
@@ -205,10 +243,26 @@ class RankGroup:
             store.set(answer_key, json.dumps({"error": error_to_json(e)}))
             raise
         store.set(answer_key, encoded)
+        if self._lingers:
+            self._linger(number)
         if number >= 2:
             # All ranks have read the answer before last: they have sent a value since.
             store.delete_key(f"{number - 2}/answer")
+            if self._lingers:
+                store.delete_key(f"{number - 2}/readers")
         return json.loads(encoded)["result"]
+
+    def _linger(self, number: int) -> None:
+        """Wait until all ranks have read the answer; a rank that does not has only itself to lose."""
+        if self._store is None:
+            raise AssertionError("no store")
+        deadline = time.monotonic() + GRACE_S
+        pause_s = 0.001
+        while self._store.add(f"{number}/readers", 0) < self.world_size - 1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
 
     def _wait(self, key: str, deadline: float, rank: int, number: int) -> bytes:
         if self._store is None:

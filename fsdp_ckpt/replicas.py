@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import xxhash
@@ -26,6 +26,7 @@ from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.plan.layouts import FlatLayout, MeshLayout
+from fsdp_ckpt.state.names import changes_in_step
 
 if TYPE_CHECKING:
     from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
@@ -47,7 +48,7 @@ def check_replicas(
     planner: ShardSavePlanner,
     group: RankGroup,
     check: CheckReplicas | None,
-    parameter_names: Callable[[], Collection[str]],
+    parameters: Collection[str],
 ) -> None:
     """Compare what several ranks hold of parameters and optimizer state; called by every rank.
 
@@ -56,15 +57,14 @@ def check_replicas(
         group: The ranks.
         check: ``raise``, ``warn`` or ``off``; ``None`` warns, and looks at replicated shards only where they
             are a small part of the state.
-        parameter_names: Names of the model's parameters; its buffers may differ.
+        parameters: Names of the model's parameters; its buffers may differ.
 
     Raises:
         RankFailureError: Replicas differ; names tensor, ranks and first differing element.
     """
     if check == "off" or group.world_size == 1:
         return
-    parameters = parameter_names()
-    rows = [row for row in planner.agreement.tensors if _must_be_equal(row.name, parameters)]
+    rows = [row for row in planner.agreement.tensors if changes_in_step(row.name, parameters)]
     drifted = _drifted_plain(planner, rows)
     replicated = [
         row
@@ -90,12 +90,6 @@ def check_replicas(
         )
     if group.is_coordinator:
         logger.warning(text)
-
-
-def _must_be_equal(name: str, parameters: Collection[str]) -> bool:
-    if name.startswith("model."):
-        return name.removeprefix("model.") in parameters
-    return name.startswith("optimizer.state.")
 
 
 def _is_cheap(replicated: list[TensorRow], rows: tuple[TensorRow, ...]) -> bool:

@@ -55,7 +55,7 @@ class Restorer:
     """
 
     def __init__(
-        self, root: Store, group: RankGroup, options: Mapping[str, Any], *, num_threads: int
+        self, root: Store, group: RankGroup, options: Mapping[str, Any], *, num_threads: int | None
     ) -> None:
         self._root = root
         self._group = group

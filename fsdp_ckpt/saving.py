@@ -1,27 +1,43 @@
-"""One save, from live state to a committed checkpoint.
+"""One save, from live state to a snapshot in host memory, and on to a committed checkpoint.
 
-    collect -> agree -> open attempt -> image -> shard file -> (all receipts) -> publish
+    collect -> agree -> image with header -> copy of the tensors ──> writer ──> (all receipts) -> publish
+    └──────────────── training waits ───────────────┘               └───────── in the background ──────┘
 
-Invariant: nothing of the live state changes, and a failure on any rank fails the save on all of them with
-nothing committed.
+Invariant: nothing of the live state changes; all ranks take the same decisions at the same call, also when
+only one of them knows of an earlier failure or has no free image; a failure on any rank fails the save on all
+of them with nothing committed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdp_ckpt.commit.catalog import CheckpointInfo, step_folder
-from fsdp_ckpt.commit.publish import retire_manifest
+from fsdp_ckpt.commit.publish import (
+    new_attempt,
+    publish_manifest,
+    refuse_committed,
+    retire_manifest,
+)
+from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt, seal
 from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
+from fsdp_ckpt.dcp.shard_image import ShardImage
 from fsdp_ckpt.dcp.summary import Summary
-from fsdp_ckpt.dcp.writer import Attempt, ShardedStorageWriter, ShardReceipt
-from fsdp_ckpt.errors import MismatchError
+from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError, MismatchError
+from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.options import SaveMode, SaveOptions
+from fsdp_ckpt.persisting import Persister
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.replicas import CheckReplicas, check_replicas
-from fsdp_ckpt.snapshot.image import ImagePool
+from fsdp_ckpt.save_handle import SaveHandle
+from fsdp_ckpt.staging import Stager
+from fsdp_ckpt.state.names import changes_in_step
+from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
@@ -34,12 +50,14 @@ PARTS = ("data", "extra", "lr_scheduler", "progress")
 
 
 class Saver:
-    """Saves under one root, again and again: plan and buffers are kept between saves.
+    """Saves under one root, again and again: plan, buffers and writer are kept between saves.
 
     Args:
         root: The run's root.
-        group: The ranks.
-        options: For the writer's filesystem.
+        group: The ranks; a second group, with a connection of its own, serves the background.
+        background: That second group.
+        options: How a save goes.
+        address: Url and storage options with which another process opens the root; ``None`` if none can.
         num_threads: Threads that digest and write, per rank.
         check: What to do about replicas that are not equal; ``None`` warns, where looking costs little.
     """
@@ -48,53 +66,169 @@ class Saver:
         self,
         root: Store,
         group: RankGroup,
-        options: Mapping[str, Any],
+        background: RankGroup,
+        options: SaveOptions,
         *,
-        num_threads: int,
+        address: Mapping[str, Any] | None,
+        num_threads: int | None,
         check: CheckReplicas | None,
     ) -> None:
         self._root = root
         self._group = group
-        self._options = dict(options)
-        self._num_threads = num_threads
+        self._options = options
         self._check = check
-        self._pool = ImagePool()
         self._planner = ShardSavePlanner()
         self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
+        self._persister = Persister(background, group.timeout_s)
+        self._stager = Stager(
+            root, self._persister, options, address=address, num_threads=num_threads
+        )
+        self._handles: list[SaveHandle] = []  # whose outcome no call has reported yet, oldest first
 
-    def close(self) -> None:
-        """Release the buffers."""
-        self._pool.close()
+    # --- the call ---
 
-    def save(self, state: TrainState, *, replace_damaged: bool) -> CheckpointInfo:
+    def save(self, state: TrainState, mode: SaveMode, *, replace_damaged: bool) -> SaveHandle:
         """Save the state as the checkpoint of its step; called by every rank.
 
         Args:
             state: What is saved.
+            mode: When to return.
             replace_damaged: The step's checkpoint was found damaged, and may be replaced.
 
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.save`.
         """
-        group, planner = self._group, self._planner
-        step = state.progress.step
-        try:
-            group.run(
-                "collecting the state",
-                lambda: planner.set_up(
-                    state.collect(), rank=group.rank, world_size=group.world_size
+        self._stager.wait_staged()
+        self._handles = [h for h in self._handles if not (h.is_reported or h.has_succeeded)]
+        step, timeout_s = state.progress.step, self._group.timeout_s
+        with self._stager.take_image(self._options.on_busy, timeout_s) as place:
+            attempt = self._decide(state, mode, place.is_free, replace_damaged)
+            if attempt is None:
+                return SaveHandle(step, timeout_s, is_skipped=True)
+            parameters = state.parameter_names()
+            check_replicas(self._planner, self._group, self._check, parameters)
+            manifest = self._planner.draft_manifest()
+            snapshot = self._stager.stage(
+                place,
+                lambda pool: ShardImage.begin(
+                    self._planner.contents(),
+                    attempt,
+                    self._group.rank,
+                    pool,
+                    manifest=manifest if self._group.is_coordinator else None,
+                    pin=torch.cuda.is_available(),
                 ),
+                folder=step_folder(step),
+                mode=mode,
+                is_late=lambda entry: changes_in_step(entry.name, parameters),
+                forget=self._planner.forget,
             )
-            planner.accept(self._agree(step), group.rank, group.world_size)
-            check_replicas(planner, group, self._check, state.parameter_names)
-            return self._write(step, replace_damaged=replace_damaged)
-        finally:
-            planner.forget()
+        committed = self._persister.submit(
+            step,
+            snapshot.write,
+            snapshot.receipt,
+            self._publisher(manifest, attempt, replace_damaged=replace_damaged),
+        )
+        handle = SaveHandle(step, timeout_s, snapshot.staged, committed)
+        self._handles.append(handle)
+        if mode == "sync":
+            handle.wait()
+        return handle
 
-    def _agree(self, step: int) -> Agreement:
-        """Exchange one hash; the summaries themselves only where ranks differ."""
+    def _publisher(
+        self, draft: Manifest, attempt: Attempt, *, replace_damaged: bool
+    ) -> Callable[[list[Any]], dict[str, Any]]:
+        store = self._root.child(step_folder(attempt.step))
+
+        def publish(receipts: list[Any]) -> dict[str, Any]:
+            manifest = seal(draft, attempt, [ShardReceipt.from_json(r) for r in receipts])
+            manifest.check()
+            if replace_damaged:
+                retire_manifest(store)
+            publish_manifest(store, manifest)
+            return dataclasses.asdict(CheckpointInfo.of(manifest, store.url))
+
+        return publish
+
+    # --- what is under way ---
+
+    def wait_staged(self) -> None:
+        """Return when the live state may change again."""
+        self._stager.wait_staged()
+
+    def finish(self) -> None:
+        """Return when nothing is under way, however it ended."""
+        self._stager.wait_staged()
+        self._persister.finish()
+
+    def close(self) -> None:
+        """Finish, release buffers, threads and the writer process.
+
+        Raises:
+            CheckpointError: A save failed that no call has reported yet.
+        """
+        self.finish()
+        self._persister.close()
+        self._stager.close()
+        self._planner.forget()
+        for handle in self._handles:
+            if not handle.is_reported and handle.has_failed:
+                handle.wait()
+
+    # --- the decision ---
+
+    def _decide(
+        self, state: TrainState, mode: SaveMode, has_image: bool, replace_damaged: bool
+    ) -> Attempt | None:
+        """Collect the state, and agree on everything; one exchange, usually. ``None``: skip this save."""
+        group, planner, step = self._group, self._planner, state.progress.step
+        failed = next((i for i, h in enumerate(self._handles) if h.has_failed), None)
+
+        def look() -> dict[str, Any]:
+            if any(h.step == step and not h.has_failed for h in self._handles):
+                raise AlreadyCommittedError(f"step {step} is being saved already", step=step)
+            planner.set_up(state.collect(), rank=group.rank, world_size=group.world_size)
+            state_print = [step, planner.structure, planner.content()]
+            return {"print": state_print, "failed": failed, "busy": not has_image}
+
+        def combine(votes: list[dict[str, Any]]) -> dict[str, Any]:
+            known = [vote["failed"] for vote in votes if vote["failed"] is not None]
+            answer = {
+                "failed": min(known, default=None),
+                "busy": [rank for rank, vote in enumerate(votes) if vote["busy"]],
+                "equal": all(vote["print"] == votes[0]["print"] for vote in votes),
+                "attempt": new_attempt(),
+            }
+            # A look at a disk is cheap. A remote store is asked where training waits anyway; otherwise the
+            # publishing finds out.
+            is_near = mode == "sync" or isinstance(self._root, LocalStore)
+            if answer["failed"] is None and not answer["busy"] and is_near and not replace_damaged:
+                refuse_committed(self._root.child(step_folder(step)), step)
+            return answer
+
+        decision = group.decide("collecting the state", look, combine)
+        if decision["failed"] is not None:
+            # One rank knows of it; the others will in a moment.
+            self._handles[decision["failed"]].wait()
+            raise AssertionError("ranks disagree about a save that failed")
+        if decision["busy"]:
+            if self._options.on_busy == "skip":
+                return None
+            ranks = ", ".join(map(str, decision["busy"]))
+            raise IncompleteWriteError(
+                f"saving step {step}: every image of rank {ranks} is still being written; save less often, "
+                "or with more max_in_flight",
+                step=step,
+                rank=decision["busy"][0],
+            )
+        agreement = self._agree(step, is_equal=decision["equal"])
+        planner.accept(agreement, group.rank, group.world_size)
+        return Attempt(id=decision["attempt"], step=step, world_size=group.world_size)
+
+    def _agree(self, step: int, *, is_equal: bool) -> Agreement:
+        """Return what ranks agree on; the summaries themselves are exchanged only where ranks differ."""
         group, planner = self._group, self._planner
-        if group.all_equal([step, planner.structure, planner.content()]):
+        if is_equal:
             if self._agreed is None or self._agreed[0] != planner.structure:
                 agreement = agree([planner.summary()] * group.world_size)
                 self._agreed = planner.structure, agreement
@@ -118,32 +252,3 @@ class Saver:
             fp: Summary.from_json(said) for fp, said in zip(prints, spoken, strict=True) if said
         }
         return agree([told[fingerprint] for fingerprint in prints], parts=PARTS)
-
-    def _write(self, step: int, *, replace_damaged: bool) -> CheckpointInfo:
-        group, planner = self._group, self._planner
-        writer = ShardedStorageWriter(
-            self._root.child(step_folder(step)),
-            step=step,
-            num_threads=self._num_threads,
-            pool=self._pool,
-            **self._options,
-        )
-
-        def open_attempt() -> dict[str, Any]:
-            if replace_damaged:
-                retire_manifest(writer.store)
-            return dataclasses.asdict(writer.open_attempt(group.world_size))
-
-        attempt = Attempt(**group.coordinate("opening an attempt", open_attempt))
-        manifest = planner.draft_manifest()
-
-        def write() -> Any:
-            spare = manifest if group.is_coordinator else None
-            return writer.write_contents(planner.contents(), attempt, group.rank, spare).to_json()
-
-        def publish(receipts: list[Any]) -> Any:
-            rows = [ShardReceipt.from_json(receipt) for receipt in receipts]
-            published = writer.publish(manifest, attempt, rows)
-            return dataclasses.asdict(CheckpointInfo.of(published, writer.store.url))
-
-        return CheckpointInfo(**group.commit(f"saving step {step}", write, publish))

@@ -106,7 +106,7 @@ class Job:
         records: list[dict[str, Any]] = []
         save_at = set(save_at)
         if self.state.progress.step in save_at:
-            self.manager.save()
+            self.manager.save(mode="sync")
         while self.state.progress.step < until:
             for ids, batch in self.loader:
                 output = self.model(batch)
@@ -129,7 +129,7 @@ class Job:
                     }
                 )
                 if self.state.progress.step in save_at:
-                    self.manager.save()
+                    self.manager.save(mode="sync")
                 if self.state.progress.step == until:
                     return records
             self.state.progress.next_epoch()

@@ -47,7 +47,7 @@ def save(root: Path, model: nn.Module | None, step: int = 5) -> Path:
     state = TrainState(model=model)
     state.progress.step = step
     with CheckpointManager(root, state) as manager:
-        return Path(manager.save().wait().url)
+        return Path(manager.save(mode="sync").wait().url)
 
 
 def load(out: Path) -> dict[str, torch.Tensor]:

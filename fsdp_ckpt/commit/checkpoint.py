@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from functools import cached_property
 
-import numpy as np
-
-from fsdp_ckpt.commit.publish import read_manifest
+from fsdp_ckpt.commit.holdings import held_tensors, list_names, names_between
+from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
+from fsdp_ckpt.commit.source_images import INLINE, Piece, SourceImages, reserve
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
-from fsdp_ckpt.manifest.schema import Manifest, TensorRow
+from fsdp_ckpt.manifest.schema import MAX_MANIFEST_BYTES, Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
-from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
+from fsdp_ckpt.plan.box import Box, byte_span, overlap
 from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, blocks_of, coalesce_blocks
 from fsdp_ckpt.storage.shard_io import digest, read_ranges
@@ -30,40 +29,7 @@ from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
 
-INLINE = -1
-# Address space for a whole file, memory for the blocks that are read. Python 3.11 has no
-# name for MAP_NORESERVE.
-_SPARSE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of one stored chunk.
-
-    Args:
-        rank: Whose file, or ``INLINE`` for the manifest.
-        entry: The chunk.
-        region: Which part of it, global coordinates; not empty.
-    """
-
-    rank: int
-    entry: Entry
-    region: Box
-
-
-class SourceImages:
-    """What was read: one buffer per file, alive as long as this object or an array from it."""
-
-    def __init__(self, buffers: Mapping[int, mmap.mmap | bytearray]) -> None:
-        self._buffers = buffers
-
-    def array(self, piece: Piece) -> np.ndarray:
-        """Return the piece's bytes, shape (*region.sizes, itemsize), uint8, strided over the image."""
-        entry = piece.entry
-        stop = entry.byte_offset + entry.num_bytes
-        data = np.frombuffer(self._buffers[piece.rank], np.uint8)[entry.byte_offset : stop]
-        chunk = data.reshape(*entry.box.sizes, itemsize(entry.dtype))
-        return chunk[relative_slices(piece.region, entry.box)]
+NAMED_DAMAGES = 16
 
 
 class Checkpoint:
@@ -79,6 +45,8 @@ class Checkpoint:
         self.manifest = manifest
         self._headers: dict[int, ShardHeader] = {}
         self._entries: dict[int, dict[tuple[str, tuple[int, ...]], Entry]] = {}
+        self._own: dict[int, dict[str, Entry]] = {}
+        self._num_damages = 0
         self._locks: dict[int, threading.Lock] = {}
 
     @classmethod
@@ -87,10 +55,19 @@ class Checkpoint:
 
         Raises:
             NotFoundError: No checkpoint here.
-            CorruptCheckpointError: The manifest is damaged.
+            CorruptCheckpointError: The manifest is damaged, or claims what its files cannot hold.
             UnsupportedFormatError: Of a newer format version.
         """
-        return cls(store, read_manifest(store))
+        # Before any of it is in memory.
+        with suppress(NotFoundError):
+            num_bytes = store.size(MANIFEST_KEY)
+            if num_bytes > MAX_MANIFEST_BYTES:
+                raise CorruptCheckpointError(
+                    f"{store.url}/{MANIFEST_KEY}: {num_bytes} bytes, at most {MAX_MANIFEST_BYTES} expected"
+                )
+        manifest = read_manifest(store)
+        _refuse_claims(manifest, f"{store.url}/{MANIFEST_KEY}")
+        return cls(store, manifest)
 
     @cached_property
     def rows(self) -> dict[str, TensorRow]:
@@ -133,8 +110,15 @@ class Checkpoint:
         """
         with self._locks.setdefault(rank, threading.Lock()):
             if rank not in self._headers:
-                header = self._headers[rank] = self._read_header(rank)
+                header = self._read_header(rank)
+                own = [e for e in header.layout.entries if e.name in header.own]
+                self._own[rank] = {e.name: e for e in own}
+                if len(self._own[rank]) != len(own) or any(
+                    e.box != Box.whole(e.shape) for e in own
+                ):
+                    raise self.damaged(rank, "a tensor of its own is not whole")
                 self._entries[rank] = {(e.name, e.box.offsets): e for e in header.layout.entries}
+                self._headers[rank] = header
             return self._headers[rank]
 
     def _read_header(self, rank: int) -> ShardHeader:
@@ -142,7 +126,8 @@ class Checkpoint:
         where = f"{self.store.url}/{file.name}"
         if file.data_offset > MAX_HEADER_BYTES:
             raise self.damaged(rank, f"a header of {file.data_offset} bytes")
-        region = memoryview(bytearray(file.data_offset))
+        # Not touched beyond what the file really has.
+        region = memoryview(reserve(file.data_offset))
         with self._reading(rank):
             self.store.read_into(file.name, 0, region)
         if digest(region) != file.digest:
@@ -159,11 +144,14 @@ class Checkpoint:
         return header
 
     def damaged(self, rank: int, why: str) -> CorruptCheckpointError:
-        """Return the error that says why a rank's file is damaged, and what it holds."""
+        """Return the error that says why a rank's file is damaged, and what the first such files hold."""
         file = self.manifest.files[rank]
+        # To look it up for all of thousands of files would take their number times that of the tensors.
+        self._num_damages += 1
+        held = f"; it holds {self.holdings(rank)}" if self._num_damages <= NAMED_DAMAGES else ""
         return CorruptCheckpointError(
             f"step {self.manifest.step}: the shard of rank {rank}, {self.store.url}/{file.name}, is damaged: "
-            f"{why}; it holds {self.holdings(rank)}",
+            f"{why}{held}",
             step=self.manifest.step,
             attempt=self.manifest.attempt,
             rank=rank,
@@ -192,8 +180,7 @@ class Checkpoint:
 
     def holdings(self, rank: int) -> str:
         """Say which tensors a rank's file holds, from the manifest alone; for errors."""
-        held = [row.name for row in self.manifest.tensors if rank in row.chunks.ranks]
-        return _list_names(held)
+        return list_names(held_tensors(self.manifest, rank))
 
     def check_files(self) -> None:
         """Check that every shard file is there with its size; reads no data.
@@ -249,11 +236,15 @@ class Checkpoint:
         header = self.header(rank)
         if name not in header.own:
             return None
-        entry = next(e for e in header.layout.entries if e.name == name)
+        entry = self._own[rank][name]
         return Piece(rank, entry, entry.box)
 
-    def read(self, pieces: Iterable[Piece], num_threads: int = 2) -> SourceImages:
+    def read(self, pieces: Iterable[Piece], num_threads: int | None = None) -> SourceImages:
         """Read all pieces, verified.
+
+        Args:
+            pieces: What to read.
+            num_threads: Reads in flight; by default as many as suit the store.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
@@ -268,6 +259,7 @@ class Checkpoint:
             blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
             wanted.setdefault(piece.rank, set()).update(blocks)
         # Several files at once, or one by several threads.
+        num_threads = num_threads or self.store.concurrency
         per_file = max(num_threads // max(len(wanted), 1), 1)
         with ThreadPoolExecutor(num_threads, "fsdp_ckpt-files") as threads:
             buffers = threads.map(
@@ -280,7 +272,7 @@ class Checkpoint:
     def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:
         file, header = self.manifest.files[rank], self.header(rank)
         data_bytes = header.layout.data_bytes
-        buffer = mmap.mmap(-1, max(data_bytes, 1), flags=_SPARSE)
+        buffer = reserve(data_bytes)
         with self._reading(rank):
             read_ranges(
                 self.store,
@@ -290,25 +282,18 @@ class Checkpoint:
                 data_offset=file.data_offset,
                 block_bytes=BLOCK_BYTES,
                 digests=header.digests,
-                explain=_explain(header),
+                explain=lambda start, stop: list_names(names_between(header, start, stop)),
                 num_threads=num_threads,
             )
         return buffer
 
 
-def _explain(header: ShardHeader) -> Callable[[int, int], str]:
-    def explain(start: int, stop: int) -> str:
-        hit = [
-            e.name
-            for e in header.layout.entries
-            if e.byte_offset < stop and start < e.byte_offset + e.num_bytes
-        ]
-        return _list_names(hit)
-
-    return explain
-
-
-def _list_names(names: list[str]) -> str:
-    if len(names) > 3:
-        return f"{', '.join(names[:3])} and {len(names) - 3} more tensors"
-    return ", ".join(names) or "no tensors"
+def _refuse_claims(manifest: Manifest, where: str) -> None:
+    """Refuse what no save writes, before anyone makes room for it."""
+    claimed = sum(row.num_bytes for row in manifest.tensors)
+    held = sum(file.num_bytes for file in manifest.files)
+    # 64-bit arithmetic on offsets holds below this.
+    if claimed > held or held >= 2**62:
+        raise CorruptCheckpointError(
+            f"{where}: tensors of {claimed} bytes in files of {held}", key=where
+        )

@@ -67,12 +67,16 @@ class ShardedStorageReader(StorageReader):
 
     Args:
         path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
-        num_threads: Reads in flight, per rank.
+        num_threads: Reads in flight, per rank; by default as many as suit the store.
         **storage_options: Passed to the fsspec filesystem.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | Store, *, num_threads: int = 2, **storage_options: Any
+        self,
+        path: str | os.PathLike[str] | Store,
+        *,
+        num_threads: int | None = None,
+        **storage_options: Any,
     ) -> None:
         self._options = storage_options
         self._num_threads = num_threads

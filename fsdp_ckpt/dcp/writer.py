@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -18,73 +18,20 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from fsdp_ckpt.commit.publish import new_attempt, publish_manifest, refuse_committed
+from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt, seal
 from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.listed import contents_of_items, manifest_of_items
 from fsdp_ckpt.dcp.metadata import ShardedMetadata
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
+from fsdp_ckpt.dcp.shard_image import ShardImage
 from fsdp_ckpt.errors import StorageError
-from fsdp_ckpt.manifest.schema import FileRow, Manifest, shard_name
-from fsdp_ckpt.manifest.shard import ShardHeader
-from fsdp_ckpt.manifest.tree import Path, path_from_json, path_to_json
-from fsdp_ckpt.manifest.typed_json import Json
-from fsdp_ckpt.plan.image import BLOCK_BYTES
-from fsdp_ckpt.snapshot.image import ImagePool, fill_image
+from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.storage.open import open_store
-from fsdp_ckpt.storage.shard_io import write_shard
 from fsdp_ckpt.storage.store import Store
-from fsdp_ckpt.version import __version__
+from fsdp_ckpt.writer.thread import ThreadWriter
 
-__all__ = ["Attempt", "ShardReceipt", "ShardedStorageWriter"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One try to save a step; its id is the coordinator's choice.
-
-    Args:
-        id: Unique; names the folder of the shard files.
-        step: Training step.
-        world_size: Number of ranks.
-    """
-
-    id: str
-    step: int
-    world_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardReceipt:
-    """Says that a rank's shard file is durable.
-
-    Args:
-        file: Its row in the manifest.
-        values: The global values that this rank answers for, typed JSON by path.
-        inline: Content of the tensors that the manifest holds too, by name; of rank 0.
-    """
-
-    file: FileRow
-    values: Mapping[Path, Json]
-    inline: Mapping[str, bytes]
-
-    def to_json(self) -> Json:
-        """Return plain data."""
-        row = [self.file.name, self.file.num_bytes, self.file.data_offset, self.file.digest]
-        return {
-            "file": row,
-            "values": [[path_to_json(p), v] for p, v in self.values.items()],
-            "inline": {name: data.hex() for name, data in self.inline.items()},
-        }
-
-    @classmethod
-    def from_json(cls, encoded: Mapping[str, Any]) -> ShardReceipt:
-        """Rebuild what :meth:`to_json` described."""
-        name, num_bytes, data_offset, digest = encoded["file"]
-        row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=digest)
-        return cls(
-            file=row,
-            values={path_from_json(p): v for p, v in encoded["values"]},
-            inline={name: bytes.fromhex(data) for name, data in encoded["inline"].items()},
-        )
+__all__ = ["ShardedStorageWriter"]
 
 
 class ShardedStorageWriter(StorageWriter):
@@ -97,7 +44,7 @@ class ShardedStorageWriter(StorageWriter):
         path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
         step: Training step, recorded in the manifest.
         generation: Number of rollbacks so far, recorded in the manifest.
-        num_threads: Threads that digest and write, per rank.
+        num_threads: Threads that digest and write, per rank; by default as many as suit the store.
         pool: Buffers to use again; one of its own by default.
         **storage_options: Passed to the fsspec filesystem.
     """
@@ -108,7 +55,7 @@ class ShardedStorageWriter(StorageWriter):
         *,
         step: int = 0,
         generation: int = 0,
-        num_threads: int = 2,
+        num_threads: int | None = None,
         pool: ImagePool | None = None,
         **storage_options: Any,
     ) -> None:
@@ -118,6 +65,7 @@ class ShardedStorageWriter(StorageWriter):
         self.generation = generation
         self._num_threads = num_threads
         self._pool = pool or ImagePool()
+        self._writer = ThreadWriter()
 
     # --- what a save consists of, for any driver ---
 
@@ -128,7 +76,9 @@ class ShardedStorageWriter(StorageWriter):
             AlreadyCommittedError: A checkpoint exists under this path.
         """
         refuse_committed(self.store, self.step)
-        return Attempt(id=new_attempt(), step=self.step, world_size=world_size)
+        return Attempt(
+            id=new_attempt(), step=self.step, world_size=world_size, generation=self.generation
+        )
 
     def write_contents(
         self, contents: Contents, attempt: Attempt, rank: int, manifest: Manifest | None = None
@@ -144,38 +94,19 @@ class ShardedStorageWriter(StorageWriter):
         Raises:
             StorageError: The store failed; no file stays.
         """
-        header = ShardHeader(
-            step=attempt.step,
-            attempt=attempt.id,
-            rank=rank,
-            world_size=attempt.world_size,
-            layout=contents.layout,
-            paths=contents.paths,
-            own=contents.own,
-            values=contents.own_values,
-            shared=contents.global_values,
-            manifest=None if manifest is None else self._complete(manifest, attempt, ()).to_json(),
-        )
-        data_offset = len(header.to_bytes())
-        num_bytes = data_offset + contents.layout.data_bytes
-        buffer = self._pool.acquire(num_bytes)
+        image = ShardImage.begin(contents, attempt, rank, self._pool, manifest=manifest)
         try:
-            fill_image(buffer, data_offset, contents.layout, contents.resolve)
-            inline = contents.inline()
-            name = shard_name(attempt.id, rank, attempt.world_size)
-            header_digest = write_shard(
-                self.store,
-                name,
-                memoryview(buffer)[:num_bytes],
-                data_offset=data_offset,
-                block_bytes=BLOCK_BYTES,
-                seal=lambda digests: dataclasses.replace(header, digests=tuple(digests)).to_bytes(),
-                num_threads=self._num_threads,
-            )
+            job = image.job(image.name, self._num_threads, {})
+            pending = self._writer.submit(job, image.view, image.buffer.fd, self.store)
+            try:
+                image.fill(pending.filled)
+            except BaseException as e:
+                pending.fail(e)
+                wait([pending.future])
+                raise
+            return image.receipt(pending.future.result())
         finally:
-            self._pool.release(buffer)
-        row = FileRow(name=name, num_bytes=num_bytes, data_offset=data_offset, digest=header_digest)
-        return ShardReceipt(file=row, values=contents.global_values, inline=inline)
+            self._pool.release(image.buffer)
 
     def publish(
         self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]
@@ -186,29 +117,10 @@ class ShardedStorageWriter(StorageWriter):
             AlreadyCommittedError: Another attempt was published first.
             StorageError: The manifest could not be written.
         """
-        complete = self._complete(manifest, attempt, receipts)
+        complete = seal(manifest, attempt, receipts)
         complete.check()
         publish_manifest(self.store, complete)
         return complete
-
-    def _complete(
-        self, manifest: Manifest, attempt: Attempt, receipts: Sequence[ShardReceipt]
-    ) -> Manifest:
-        values = dict(manifest.values)
-        inline = dict(manifest.inline)
-        for receipt in receipts:
-            values.update(receipt.values)
-            inline.update(receipt.inline)
-        return dataclasses.replace(
-            manifest,
-            step=attempt.step,
-            attempt=attempt.id,
-            generation=self.generation,
-            files=tuple(receipt.file for receipt in receipts),
-            values=values,
-            inline=inline,
-            library=__version__,
-        )
 
     # --- DCP's calls ---
 

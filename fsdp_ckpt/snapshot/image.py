@@ -1,77 +1,132 @@
-"""The image: one host buffer that is the shard file.
+"""From live tensors into the image: the only moment for which training may have to wait.
 
-Invariant: a buffer is allocated and touched once and used again; freshly touched memory costs several
-times the copy itself (page faults).
+Entries are copied in the order in which they lie in the image, so that what is filled can be written while
+the rest is still being copied.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 
 from fsdp_ckpt.plan.image import Entry, ImageLayout
+from fsdp_ckpt.snapshot.buffer import HostBuffer
 
-__all__ = ["ImagePool", "fill_image", "view_bytes", "view_entry"]
+__all__ = ["Filled", "SideStreams", "fill_image", "view_bytes", "view_entry"]
 
+Memory: TypeAlias = HostBuffer | mmap.mmap | memoryview
+Filled: TypeAlias = Callable[[int], None]
 
-class ImagePool:
-    """Keeps the buffers of finished images for the next ones."""
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def acquire(self, num_bytes: int) -> mmap.mmap:
-        """Return a page-aligned buffer of at least ``num_bytes``; its content is arbitrary."""
-        fitting = [b for b in self._free if len(b) >= num_bytes]
-        if fitting:
-            buffer = min(fitting, key=len)
-            self._free.remove(buffer)
-            return buffer
-        self._free.clear()  # too small for today's shard, so for the next one too
-        return mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
-
-    def release(self, buffer: mmap.mmap) -> None:
-        """Give a buffer back."""
-        self._free.append(buffer)
-
-    def close(self) -> None:
-        """Drop the free buffers."""
-        self._free.clear()
+# How often the writer hears of progress: at least each of these, at most so many times a save.
+STRIDE_BYTES = 16 * 1024 * 1024
+MAX_REPORTS = 64
 
 
-def view_bytes(buffer: mmap.mmap | memoryview, start: int, stop: int) -> torch.Tensor:
+def view_bytes(buffer: Memory, start: int, stop: int) -> torch.Tensor:
     """Return a uint8 tensor over ``buffer[start:stop]``, sharing its memory, shape (stop - start,)."""
     if start == stop:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=stop - start, offset=start)
+    memory = buffer.memory if isinstance(buffer, HostBuffer) else buffer
+    return torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start)
 
 
-def view_entry(
-    buffer: mmap.mmap | memoryview, data_offset: int, entry: Entry, dtype: torch.dtype
-) -> torch.Tensor:
+def view_entry(buffer: Memory, data_offset: int, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
     """Return the entry as a tensor over the image's memory, of the chunk's shape."""
     start = data_offset + entry.byte_offset
     return view_bytes(buffer, start, start + entry.num_bytes).view(dtype).view(entry.box.sizes)
 
 
 def fill_image(
-    buffer: mmap.mmap,
+    buffer: Memory,
     data_offset: int,
     layout: ImageLayout,
     resolve: Callable[[Entry], torch.Tensor],
+    *,
+    entries: Iterable[Entry] | None = None,
+    filled: Filled | None = None,
+    streams: SideStreams | None = None,
 ) -> None:
-    """Copy the live tensors into the image: the only moment for which training must wait.
+    """Copy live tensors into the image; they may change again when this returns.
 
     Args:
         buffer: At least ``data_offset + layout.data_bytes`` bytes.
         data_offset: Start of the data, in bytes.
         layout: Where each entry goes.
         resolve: Entry → live local tensor of the chunk's shape, on any device.
+        entries: Those to copy, in the image's order; by default all. The others count as filled.
+        filled: Told now and then, and at the end, how many bytes of the image are filled.
+        streams: Where accelerators copy; by default after what this thread has queued.
     """
+    num_bytes = data_offset + layout.data_bytes
+    stride = max(STRIDE_BYTES, num_bytes // MAX_REPORTS)
+    reported = 0
+    streams = streams or SideStreams()
+
+    def report(stop: int) -> None:
+        nonlocal reported
+        if filled is not None and stop - reported >= stride:
+            streams.wait()
+            filled(stop)
+            reported = stop
+
     with torch.no_grad():
-        for entry in layout.entries:
+        for entry in layout.entries if entries is None else entries:
+            start = data_offset + entry.byte_offset
+            report(start)
             source = resolve(entry).detach()
             target = view_entry(buffer, data_offset, entry, source.dtype)
-            target.copy_(source, non_blocking=False)
+            for piece, into, done in _pieces(source, target, stride):
+                with streams.of(piece):
+                    into.copy_(piece, non_blocking=piece.is_cuda)
+                report(start + done)
+    streams.wait()
+    if filled is not None:
+        filled(num_bytes)
+
+
+def _pieces(
+    source: torch.Tensor, target: torch.Tensor, stride: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Cut a large tensor, so that its first bytes are written before its last are copied."""
+    num_bytes = source.numel() * source.element_size()
+    if num_bytes <= stride or not source.is_contiguous():
+        yield source, target, num_bytes
+        return
+    step = stride // source.element_size()
+    flat, into = source.view(-1), target.view(-1)
+    for start in range(0, flat.numel(), step):
+        stop = min(start + step, flat.numel())
+        yield flat[start:stop], into[start:stop], stop * source.element_size()
+
+
+class SideStreams:
+    """One copying stream per CUDA device, beside the streams on which training computes.
+
+    Made on the thread that trains: copies come after what it has queued so far.
+    """
+
+    def __init__(self) -> None:
+        self._start: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch lacks types
+            self._start = torch.cuda.current_stream().record_event()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, source: torch.Tensor) -> torch.cuda.StreamContext:
+        """Return the context in which to copy ``source``."""
+        if not source.is_cuda:
+            return torch.cuda.stream(None)
+        if source.device not in self._streams:
+            stream: torch.cuda.Stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]  # likewise
+            if self._start is not None:
+                stream.wait_event(self._start)
+            self._streams[source.device] = stream
+        source.record_stream(self._streams[source.device])
+        return torch.cuda.stream(self._streams[source.device])
+
+    def wait(self) -> None:
+        """Return when everything queued so far is in host memory."""
+        for stream in self._streams.values():
+            stream.synchronize()

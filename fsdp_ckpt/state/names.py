@@ -7,9 +7,11 @@ submodule may well be called ``module``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import nn
 
-__all__ = ["canonical_name"]
+__all__ = ["canonical_name", "changes_in_step"]
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -39,3 +41,17 @@ def _wrapped_attribute(module: nn.Module) -> str | None:
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     return next((name for name in _WRAPPED if name in module._modules), None)
+
+
+def changes_in_step(name: str, parameters: Collection[str]) -> bool:
+    """Whether a tensor of the training state is changed by ``optimizer.step()`` alone.
+
+    Those are parameters and optimizer state; forward changes buffers, and user code anything else.
+
+    Args:
+        name: In the saved state, such as ``model.layer.weight``.
+        parameters: Names of the model's parameters.
+    """
+    if name.startswith("model."):
+        return name.removeprefix("model.") in parameters
+    return name.startswith("optimizer.state.")

@@ -68,7 +68,7 @@ def save_sharded(root: str, kind: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     with CheckpointManager(root, TrainState(model=model)) as manager:
-        manager.save()
+        manager.save(mode="sync")
 
 
 def check_loads(model: nn.Module, out: Path, report: ConsolidateReport) -> None:
@@ -96,7 +96,7 @@ def test_a_trained_model_loads(tmp_path: Path, kind: str, max_shard_bytes: int) 
     optimizer.step()
     state = TrainState(model=model, optimizer=optimizer)
     with CheckpointManager(tmp_path / "run", state) as manager:
-        manager.save()
+        manager.save(mode="sync")
     report = consolidate(
         tmp_path / "run", out, max_shard_bytes=max_shard_bytes, config_from=tmp_path / "origin"
     )
@@ -110,7 +110,7 @@ def test_two_sharded_ranks_give_the_same_files_as_one_process(tmp_path: Path, ki
     model = make_model(kind)
     run_ranks(save_sharded, 2, str(tmp_path / "sharded"), kind)
     with CheckpointManager(tmp_path / "whole", TrainState(model=model)) as manager:
-        manager.save()
+        manager.save(mode="sync")
     outputs = []
     for name in ("sharded", "whole"):
         out = tmp_path / f"{name}-out"
@@ -126,7 +126,7 @@ def test_names_and_sizes_are_those_of_save_pretrained(tmp_path: Path, kind: str)
     """The same keys and total size, as far as transformers says them."""
     model = make_model(kind)
     with CheckpointManager(tmp_path / "run", TrainState(model=model)) as manager:
-        manager.save()
+        manager.save(mode="sync")
     consolidate(tmp_path / "run", tmp_path / "ours", max_shard_bytes=10_000)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
     ours, theirs = (

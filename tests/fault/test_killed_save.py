@@ -170,7 +170,7 @@ def save(root: Path, seed: int, step: int, at: int = -1, mode: str = "") -> list
     """Save; return the changes made."""
     job = Job(root, seed, step)
     killer = Killer(at, mode)
-    job.manager.save()
+    job.manager.save(mode="sync")
     return killer.changes
 
 
@@ -189,7 +189,7 @@ def look(root: Path, states: dict[Any, Any]) -> dict[str, Any]:
         trouble.append(f"not the state of step {report.step}")
     again = Job(root, seed=3, step=NEW_STEP)
     try:
-        again.manager.save()
+        again.manager.save(mode="sync")
     except AlreadyCommittedError:
         if report.step != NEW_STEP:
             trouble.append("cannot be saved again, and was not restored")

@@ -45,7 +45,7 @@ def train_and_save(live: Live, root: str, *, used: bool) -> None:
     for _ in range(NUM_STEPS):
         live.step()
     with CheckpointManager(root, live.state, timeout_s=60) as manager:
-        manager.save()
+        manager.save(mode="sync")
 
 
 def use(live: Live) -> None:
@@ -83,7 +83,7 @@ def load_into_layouts(root: str) -> tuple[int, list[str]]:
                     failures.append(f"{name}: torch's own gather of {parameter} differs")
         folder = f"{root}/again-{layouts.world_size}/{name}"
         with CheckpointManager(folder, live.state, timeout_s=60) as manager:
-            manager.save()
+            manager.save(mode="sync")
     return num_pairs, failures
 
 

@@ -59,7 +59,7 @@ def train(state: TrainState, batch: torch.Tensor) -> TrainState:
 
 def save(state: TrainState, root: str) -> None:
     with CheckpointManager(root, state, timeout_s=60) as manager:
-        manager.save()
+        manager.save(mode="sync")
 
 
 def restore(state: TrainState, root: str, **how: Any) -> Any:

@@ -79,7 +79,7 @@ def own_state(root: str) -> dict[str, Any]:
     state = TrainState(data=data, extra=parts)
     torch.manual_seed(rank)
     with CheckpointManager(root, state, timeout_s=60) as manager:
-        manager.save()
+        manager.save(mode="sync")
         drawn = torch.rand(3)
         for part in (*parts.values(), data):
             part.state = {}
@@ -177,7 +177,7 @@ def failing_thread(root: str) -> dict[str, Any]:
         extra={"big": Holder({"t": torch.ones(16 << 20, dtype=torch.uint8) * (rank + 1)})}
     )
     manager = CheckpointManager(root, state, timeout_s=60)
-    manager.save()
+    manager.save(mode="sync")
     state.progress.advance()
     before = tree(root)
     real, threads = os.pwrite, set()
@@ -194,14 +194,14 @@ def failing_thread(root: str) -> dict[str, Any]:
 
     local.os.pwrite = full_disk  # type: ignore[assignment]
     try:
-        found = outcome(manager.save)
+        found = outcome(lambda: manager.save(mode="sync"))
     finally:
         local.os.pwrite = real
     dist.barrier()
     found["threads"] = len(threads)
     found["new"] = [name for name in tree(root) if name not in before]
     dist.barrier()
-    found["then"] = manager.save().wait().step
+    found["then"] = manager.save(mode="sync").wait().step
     found["latest"] = manager.latest().step  # type: ignore[union-attr]
     return found
 
@@ -223,17 +223,17 @@ def lonely_trouble(root: str) -> list[dict[str, Any]]:
     outcomes = []
     holder = Holder({"callback": print if rank == 1 else None})
     manager = CheckpointManager(root, TrainState(extra={"hook": holder}), timeout_s=60)
-    outcomes.append(outcome(manager.save))
+    outcomes.append(outcome(lambda: manager.save(mode="sync")))
     mesh = init_device_mesh("cpu", (2,))
     shape = (4, 2) if rank == 0 else (4, 3)
     local_part = torch.ones(2, shape[1])
     wrong = DTensor.from_local(local_part, mesh, run_check=False)
     manager = CheckpointManager(root, TrainState(extra={"w": Holder({"t": wrong})}), timeout_s=60)
-    outcomes.append(outcome(manager.save))
+    outcomes.append(outcome(lambda: manager.save(mode="sync")))
     manager = CheckpointManager(
         root, TrainState(extra={"o": Holder(RankLocal(1) if rank == 0 else {})}), timeout_s=60
     )
-    outcomes.append(outcome(manager.save))
+    outcomes.append(outcome(lambda: manager.save(mode="sync")))
     dist.barrier()
     return [*outcomes, {"files": tree(root)}]
 
@@ -263,7 +263,7 @@ def dies_in_save(root: str) -> None:
         real(fd)
 
     local.os.fsync = die  # type: ignore[assignment]
-    job.manager.save()
+    job.manager.save(mode="sync")
 
 
 def saves_again(root: str) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def unusual(root: str, seed: int, load: bool) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         model["later"].requires_grad_(False)
-        manager.save()
+        manager.save(mode="sync")
     found = {name: digest(t) for name, t in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state[parameter].items()):

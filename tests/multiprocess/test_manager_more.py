@@ -36,23 +36,23 @@ def drift(root: str) -> list[Any]:
     torch.manual_seed(0)
     plain = DistributedDataParallel(nn.Linear(3, 4))
     state = TrainState(model=plain, optimizer=trained(plain))
-    CheckpointManager(f"{root}/same", state, check_replicas="raise").save()
+    CheckpointManager(f"{root}/same", state, check_replicas="raise").save(mode="sync")
     if rank == 2:
         state.optimizer.state[plain.module.weight]["exp_avg"][1, 2] += 1e-6  # type: ignore[union-attr]
     loud = CheckpointManager(f"{root}/ddp", state, check_replicas="raise", timeout_s=60)
-    found.append(outcome(loud.save))
-    CheckpointManager(f"{root}/warned", state).save()
-    CheckpointManager(f"{root}/off", state, check_replicas="off").save()
+    found.append(outcome(lambda: loud.save(mode="sync")))
+    CheckpointManager(f"{root}/warned", state).save(mode="sync")
+    CheckpointManager(f"{root}/off", state, check_replicas="off").save(mode="sync")
 
     torch.manual_seed(0)
     hybrid = nn.Linear(6, 5)
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     state = TrainState(model=hybrid, optimizer=trained(hybrid))
-    CheckpointManager(f"{root}/same-hybrid", state, check_replicas="raise").save()
+    CheckpointManager(f"{root}/same-hybrid", state, check_replicas="raise").save(mode="sync")
     if rank == 3:
         hybrid.weight.to_local().data.view(-1)[7] += 1e-6  # type: ignore[union-attr]
     loud = CheckpointManager(f"{root}/hybrid", state, check_replicas="raise", timeout_s=60)
-    found.append(outcome(loud.save))
+    found.append(outcome(lambda: loud.save(mode="sync")))
     return [*found, [text for text in records if "replicas" in text], tree(f"{root}/ddp")]
 
 
@@ -81,7 +81,7 @@ def cursor_state(root: str, save: bool) -> Any:
     state = TrainState(data=data, reshard={"data": share_out})
     with CheckpointManager(root, state, timeout_s=60) as manager:
         if save:
-            manager.save()
+            manager.save(mode="sync")
             return None
         report = manager.restore()
     return data.state["done"], data.state["seen"].tolist(), report.derived, report.preserved
@@ -116,7 +116,7 @@ def odd_states(root: str) -> list[Any]:
     manager = CheckpointManager(
         f"{root}/odd", TrainState(extra={"part": part, "own": own}), timeout_s=60
     )
-    manager.save()
+    manager.save(mode="sync")
     before = canonical(part.state), own.state.value["keys"]
     part.state = {}
     manager.restore()
@@ -130,10 +130,12 @@ def odd_states(root: str) -> list[Any]:
     manager = CheckpointManager(
         f"{root}/uneven", TrainState(extra={"u": Holder({"t": uneven})}), timeout_s=60
     )
-    found.append(outcome(manager.save))
+    found.append(outcome(lambda: manager.save(mode="sync")))
     late = TrainState()
     late.progress.step = 5 + rank
-    found.append(outcome(CheckpointManager(f"{root}/late", late, timeout_s=60).save))
+    found.append(
+        outcome(lambda: CheckpointManager(f"{root}/late", late, timeout_s=60).save(mode="sync"))
+    )
     return [*found, tree(f"{root}/uneven"), tree(f"{root}/late")]
 
 
@@ -156,7 +158,7 @@ def goes_on_after_damage(root: str) -> list[Any]:
     manager = CheckpointManager(root, state, timeout_s=60)
     for _ in range(2):
         state.progress.advance()
-        manager.save()
+        manager.save(mode="sync")
     dist.barrier()
     if dist.get_rank() == 0:
         shard = next(Path(root, "step-000000002").glob("*/rank-00001*"))
@@ -164,7 +166,7 @@ def goes_on_after_damage(root: str) -> list[Any]:
     dist.barrier()
     report = manager.restore()
     state.progress.advance()
-    saved = manager.save().wait().step
+    saved = manager.save(mode="sync").wait().step
     return [report.step, [s.step for s in report.skipped], saved, manager.restore().step]
 
 
@@ -179,7 +181,7 @@ def draws(root: str, save: bool) -> Any:
     manager = CheckpointManager(root, state, timeout_s=60)
     torch.manual_seed(dist.get_rank())
     if save:
-        manager.save()
+        manager.save(mode="sync")
         return torch.rand(4).tolist(), None, None
     report = manager.restore()
     drawn = torch.rand(4).tolist()

@@ -24,7 +24,7 @@ def save(root: Path, model: nn.Module, *steps: int) -> list[Path]:
     with CheckpointManager(root, state) as manager:
         for step in steps:
             state.progress.step = step
-            folders.append(Path(manager.save().wait().url))
+            folders.append(Path(manager.save(mode="sync").wait().url))
     return folders
 
 

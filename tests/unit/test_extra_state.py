@@ -62,7 +62,9 @@ def test_values_come_back_into_the_live_objects_as_they_were(tmp_path: Path, nam
     """Types, bits, order and nesting of plain data survive, at the top of a part and inside it."""
     saved, inner, live = Holder(VALUES[name]), Holder({"in": {"side": VALUES[name]}}), Holder(None)
     model = nn.Linear(1, 1)
-    CheckpointManager(tmp_path, TrainState(model=model, extra={"a": saved, "b": inner})).save()
+    CheckpointManager(tmp_path, TrainState(model=model, extra={"a": saved, "b": inner})).save(
+        mode="sync"
+    )
     live_inner = Holder({})
     state = TrainState(model=model, extra={"a": live, "b": live_inner})
     CheckpointManager(tmp_path, state).restore()
@@ -91,7 +93,7 @@ def test_a_gradient_scaler_continues(tmp_path: Path) -> None:
             state.progress.advance()
             records.append((seed, step, bits([loss, scaler.state_dict(), model.state_dict()])))
             if state.progress.step == 3 and seed == 0:
-                manager.save()
+                manager.save(mode="sync")
     assert [r[1:] for r in records[3:8]] == [r[1:] for r in records[8:]]
     assert [r[0] for r in records] == [0] * 8 + [1] * 5
 
@@ -101,7 +103,7 @@ def test_a_disabled_gradient_scaler_continues(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     state = TrainState(model=model, extra={"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     manager = CheckpointManager(tmp_path, state)
-    manager.save()
+    manager.save(mode="sync")
     report = manager.restore()
     assert (report.missing, report.unexpected) == ((), ())
     assert "extra.scaler" in report.preserved
@@ -127,7 +129,7 @@ def test_a_part_that_refuses_leaves_everything_as_it_was(tmp_path: Path, refuses
         )
         return model, state, kept
 
-    CheckpointManager(tmp_path, build(0, fits=False)[1]).save()
+    CheckpointManager(tmp_path, build(0, fits=False)[1]).save(mode="sync")
     _, state, kept = build(1, fits=True)
     assert state.model is not None
     before = live_bits(state.model, state.optimizer), kept.state_dict()

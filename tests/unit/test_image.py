@@ -18,7 +18,8 @@ from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize, stored_form
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, blocks_of, coalesce_blocks
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
-from fsdp_ckpt.snapshot.image import ImagePool, fill_image, view_bytes, view_entry
+from fsdp_ckpt.snapshot.buffer import ImagePool
+from fsdp_ckpt.snapshot.image import fill_image, view_bytes, view_entry
 
 ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
@@ -296,32 +297,32 @@ def test_images_are_filled_to_the_bit() -> None:
         for name, t in tensors.items()
     )
     buffer = ImagePool().acquire(4096 + layout.data_bytes)
-    buffer[:4096] = b"h" * 4096
+    buffer.memory[:4096] = b"h" * 4096
     fill_image(buffer, 4096, layout, lambda entry: tensors[entry.name])
-    assert buffer[:4096] == b"h" * 4096
+    assert buffer.memory[:4096] == b"h" * 4096
     for entry in layout.entries:
         tensor = tensors[entry.name].detach().resolve_conj().contiguous()
         found = view_entry(buffer, 4096, entry, tensor.dtype)
         assert found.shape == tensor.shape
         start = 4096 + entry.byte_offset
         expected = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-        assert buffer[start : start + entry.num_bytes] == expected
+        assert buffer.memory[start : start + entry.num_bytes] == expected
 
 
 def test_views_share_the_images_memory() -> None:
     """Writing through a view changes the image, and nothing around it."""
     buffer = ImagePool().acquire(mmap.PAGESIZE)
-    buffer[:] = bytes(len(buffer))
+    buffer.memory[:] = bytes(len(buffer))
     entry = Entry(key="w", name="w", dtype="I16", shape=(2,), box=Box((0,), (2,)), byte_offset=4)
     view_entry(buffer, 8, entry, torch.int16).fill_(-1)
-    assert buffer[:20] == bytes(12) + b"\xff" * 4 + bytes(4)
+    assert buffer.memory[:20] == bytes(12) + b"\xff" * 4 + bytes(4)
     assert view_bytes(buffer, 5, 5).shape == (0,)
     assert view_bytes(buffer, 12, 14).tolist() == [255, 255]
 
 
 def test_buffers_are_used_again() -> None:
     """A released buffer comes back, the smallest that fits; one too small for today is given up."""
-    pool = ImagePool()
+    pool = ImagePool(keep=2)
     small, large = pool.acquire(mmap.PAGESIZE), pool.acquire(4 * mmap.PAGESIZE)
     assert small is not large
     for buffer in (small, large):

@@ -87,7 +87,7 @@ DOORS: dict[str, dict[str, Any]] = {
 
 def saved_and_live(root: Path) -> tuple[Job, Job]:
     saved = Job(root, SAVED, extra={"gone": Value(1)})
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     dtypes = {"retyped": torch.bfloat16}
     live = Job(root, LIVE, dtypes=dtypes, stepped=False, extra={"new": Value(2)})
     return saved, live
@@ -135,7 +135,7 @@ def test_what_went_through_is_reported(tmp_path: Path) -> None:
     saved = Job(
         tmp_path, {n: s for n, s in SAVED.items() if n != "resized"}, extra={"gone": Value(1)}
     )
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     shapes = {n: s for n, s in LIVE.items() if n != "resized"}
     dtypes = {"retyped": torch.bfloat16}
     live = Job(tmp_path, shapes, dtypes=dtypes, stepped=False, extra={"new": Value(2)})
@@ -181,7 +181,7 @@ def test_no_dtype_changes_unasked(tmp_path: Path, before: torch.dtype, after: to
     model, live = nn.Module(), nn.Module()
     model.register_buffer("x", values.to(before))
     live.register_buffer("x", (1 - values).to(after))
-    CheckpointManager(tmp_path, TrainState(model=model)).save()
+    CheckpointManager(tmp_path, TrainState(model=model)).save(mode="sync")
     manager = CheckpointManager(tmp_path, TrainState(model=live))
     expected = live_bits(live)
     with pytest.raises(MismatchError, match=r"model\.x: dtype"):
@@ -194,7 +194,7 @@ def test_no_dtype_changes_unasked(tmp_path: Path, before: torch.dtype, after: to
 def test_moments_of_another_dtype_than_the_live_ones_are_refused(tmp_path: Path) -> None:
     """The optimizer's state is compared like the weights, where the live optimizer has any."""
     saved, live = Job(tmp_path, {"w": (3,)}), Job(tmp_path, {"w": (3,)})
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     state = live.optimizer.state[live.model.w]
     state["exp_avg"] = state["exp_avg"].double()
     state["exp_avg_sq"] = torch.rand(2)
@@ -209,7 +209,7 @@ def test_moments_of_another_dtype_than_the_live_ones_are_refused(tmp_path: Path)
 def test_a_new_head_starts_with_an_empty_optimizer_state(tmp_path: Path) -> None:
     """A tensor that the checkpoint lacks keeps its live value, gets no moments, and trains on."""
     saved = Job(tmp_path, {"body": (3,)})
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     live = Job(tmp_path, {"body": (3,), "head": (2,)}, stepped=False)
     head = bits(live.model.head)
     report = live.manager.restore(allow_missing=["model.head", "optimizer.head"])
@@ -224,7 +224,7 @@ def test_a_new_head_starts_with_an_empty_optimizer_state(tmp_path: Path) -> None
 def test_an_extra_module_is_compared_like_the_model(tmp_path: Path) -> None:
     """A second module's names, shapes and dtypes are part of the same error."""
     saved = Job(tmp_path, {"w": (1,)}, extra={"ema": nn.Linear(2, 3), "half": nn.Linear(1, 1)})
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     half = nn.Sequential(nn.Linear(1, 1, bias=False)).bfloat16()
     half.weight = half[0].weight
     extra = {"ema": nn.Linear(2, 4), "half": half}
@@ -243,7 +243,7 @@ def test_an_extra_module_is_compared_like_the_model(tmp_path: Path) -> None:
 def test_an_extra_module_goes_through_the_same_doors(tmp_path: Path) -> None:
     """A second module may be cast, keep what the checkpoint lacks, and pass over what it lacks itself."""
     saved = Job(tmp_path, {"w": (1,)}, extra={"ema": nn.Linear(2, 3)})
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     ema = nn.Linear(2, 3, bias=False).bfloat16()
     ema.register_buffer("count", torch.tensor(5))
     live = Job(tmp_path, {"w": (1,)}, extra={"ema": ema})
@@ -263,7 +263,7 @@ def test_another_data_order_is_refused_before_anything_changes(
 ) -> None:
     """A cursor of another data set, seed or order is one of the differences."""
     saved = Job(tmp_path, {"w": (1,)}, data=ResumableSampler(10))
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     options = {"num_samples": 10, **change}
     live = Job(tmp_path, {"w": (2,)}, data=ResumableSampler(**options))
     with refused(MismatchError, live) as caught:
@@ -276,7 +276,7 @@ def test_generators_are_compared_by_name(tmp_path: Path) -> None:
     """A generator on one side only is a difference; allowed, it stays as it is."""
     Job(
         tmp_path, {"w": (1,)}, generators={"a": random.Random(1), "b": random.Random(2)}
-    ).manager.save()
+    ).manager.save(mode="sync")
     generators = {"a": random.Random(3), "c": np.random.default_rng(4)}
     live = Job(tmp_path, {"w": (1,)}, generators=generators)
     kept = bits(generators["c"].bit_generator.state)
@@ -292,7 +292,7 @@ def test_generators_are_compared_by_name(tmp_path: Path) -> None:
 
 def test_a_generator_of_another_kind_is_refused(tmp_path: Path) -> None:
     """A generator's state does not go into one of another kind, and nothing else changes."""
-    Job(tmp_path, {"w": (1,)}, generators={"a": random.Random(1)}).manager.save()
+    Job(tmp_path, {"w": (1,)}, generators={"a": random.Random(1)}).manager.save(mode="sync")
     live = Job(tmp_path, {"w": (1,)}, generators={"a": np.random.default_rng(1)})
     with refused(MismatchError, live) as caught:
         live.manager.restore()
@@ -323,13 +323,13 @@ def test_what_cannot_be_encoded_is_refused_by_key(tmp_path: Path, name: str) -> 
     value, key = UNENCODABLE[name]
     job = Job(tmp_path / "run", {"w": (2,)}, extra={"part": Value(value)})
     with pytest.raises(UnencodableStateError) as caught:
-        job.manager.save()
+        job.manager.save(mode="sync")
     assert caught.value.key == key
     assert key in str(caught.value)
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     job.extra["part"].value = {"fine": 1}
-    assert job.manager.save().wait().step == 0
+    assert job.manager.save(mode="sync").wait().step == 0
     assert job.manager.restore().step == 0
 
 
@@ -339,30 +339,30 @@ def test_a_reference_cycle_is_refused(tmp_path: Path) -> None:
     cycle["self"] = [cycle]
     job = Job(tmp_path / "run", {"w": (2,)}, extra={"part": Value(cycle)})
     with pytest.raises(UnencodableStateError, match="containing itself"):
-        job.manager.save()
+        job.manager.save(mode="sync")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     """Saving a committed step again writes nothing and changes nothing; the next step can be saved."""
     job = Job(tmp_path, {"w": (2,)})
-    first = job.manager.save().wait()
+    first = job.manager.save(mode="sync").wait()
     before = files_of(tmp_path)
     job.model.w.data.add_(1)
     with refused(AlreadyCommittedError, job) as caught:
-        job.manager.save()
+        job.manager.save(mode="sync")
     assert caught.value.step == 0
     assert files_of(tmp_path) == before
     assert job.manager.checkpoints() == [first]
     job.state.progress.advance()
-    assert job.manager.save().wait() == job.manager.latest()
+    assert job.manager.save(mode="sync").wait() == job.manager.latest()
 
 
 def test_a_closed_manager_says_so(tmp_path: Path) -> None:
     """Every later call is refused; closing again is fine."""
     job = Job(tmp_path, {"w": (2,)})
     with job.manager as manager:
-        manager.save()
+        manager.save(mode="sync")
     manager.close()
     for call in (manager.save, manager.restore, manager.checkpoints, manager.latest):
         with refused(ClosedError, job):

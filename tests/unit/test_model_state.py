@@ -40,7 +40,7 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(tmp_path: Path) -> None:
         return model
 
     saved, fresh = build(0), build(1)
-    CheckpointManager(tmp_path, TrainState(model=saved)).save()
+    CheckpointManager(tmp_path, TrainState(model=saved)).save(mode="sync")
     CheckpointManager(tmp_path, TrainState(model=fresh)).restore()
     expected, found = live_bits(saved), live_bits(fresh)
     assert len(expected) == len(DTYPES) * len(SHAPES) + 3
@@ -60,7 +60,7 @@ def test_only_persistent_buffers_are_saved(tmp_path: Path) -> None:
     for model in (saved, fresh):
         model.register_buffer("derived", torch.rand(3), persistent=False)
         model.register_buffer("kept", torch.rand(3))
-    CheckpointManager(tmp_path, TrainState(model=saved)).save()
+    CheckpointManager(tmp_path, TrainState(model=saved)).save(mode="sync")
     derived = bits(fresh.derived)
     CheckpointManager(tmp_path, TrainState(model=fresh)).restore()
     assert bits(fresh.derived) == derived
@@ -99,7 +99,7 @@ def test_what_modules_make_up_comes_back(tmp_path: Path, memory: Any) -> None:
     """``get_extra_state`` is saved, ``set_extra_state`` is called with it, whatever it is."""
     saved = nn.Sequential(nn.Linear(1, 1), Remembering(memory))
     fresh = nn.Sequential(nn.Linear(1, 1), Remembering("nothing yet"))
-    CheckpointManager(tmp_path, TrainState(model=saved)).save()
+    CheckpointManager(tmp_path, TrainState(model=saved)).save(mode="sync")
     report = CheckpointManager(tmp_path, TrainState(model=fresh)).restore()
     assert (report.missing, report.unexpected) == ((), ())
     assert bits(fresh[1].memory) == bits(memory)
@@ -130,7 +130,7 @@ def tied_state(tie: bool, swap: bool = False, steps: int = 0) -> TrainState:
 def test_a_tied_parameter_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
     """Two names of one tensor: one entry with one set of moments, and one tensor after the restore."""
     saved, fresh = tied_state(True, steps=2), tied_state(True)
-    CheckpointManager(tmp_path, saved).save()
+    CheckpointManager(tmp_path, saved).save(mode="sync")
     CheckpointManager(tmp_path, fresh).restore()
     assert {k for k in stored_keys(tmp_path) if k.startswith(("model", "optimizer"))} == {
         "model.embed.weight",
@@ -143,7 +143,7 @@ def test_a_tied_parameter_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
 def test_which_name_of_a_tied_parameter_comes_first_does_not_matter(tmp_path: Path) -> None:
     """A model that lists the two names the other way round gets weights and moments."""
     saved, fresh = tied_state(True, steps=2), tied_state(True, swap=True)
-    CheckpointManager(tmp_path, saved).save()
+    CheckpointManager(tmp_path, saved).save(mode="sync")
     CheckpointManager(tmp_path, fresh).restore()
     assert bits(fresh.model.embed.weight) == bits(saved.model.embed.weight)
     (expected,), (found,) = saved.optimizer.state.values(), fresh.optimizer.state.values()
@@ -153,7 +153,7 @@ def test_which_name_of_a_tied_parameter_comes_first_does_not_matter(tmp_path: Pa
 def test_a_tied_parameter_loads_into_two(tmp_path: Path) -> None:
     """Untied names both get the value; that one of them has no moments must be allowed."""
     saved = tied_state(True, steps=1)
-    CheckpointManager(tmp_path, saved).save()
+    CheckpointManager(tmp_path, saved).save(mode="sync")
     weights = tied_state(False)
     CheckpointManager(tmp_path, TrainState(model=weights.model)).restore(
         allow_unexpected=["optimizer.*"]
@@ -176,7 +176,7 @@ def test_a_tied_parameter_loads_into_two(tmp_path: Path) -> None:
 
 def test_two_parameters_do_not_load_into_a_tied_one(tmp_path: Path) -> None:
     """Where the checkpoint has two values for one tensor, neither is guessed."""
-    CheckpointManager(tmp_path, tied_state(False)).save()
+    CheckpointManager(tmp_path, tied_state(False)).save(mode="sync")
     fresh = tied_state(True)
     before = live_bits(fresh.model, fresh.optimizer)
     with pytest.raises(MismatchError, match=r"embed.weight and head.weight are one tensor here, 2"):
@@ -186,7 +186,7 @@ def test_two_parameters_do_not_load_into_a_tied_one(tmp_path: Path) -> None:
 
 def test_untied_names_of_another_shape_are_refused(tmp_path: Path) -> None:
     """A tied value is not copied into a tensor that it does not fit."""
-    CheckpointManager(tmp_path, TrainState(model=Tied(True))).save()
+    CheckpointManager(tmp_path, TrainState(model=Tied(True))).save(mode="sync")
     fresh = Tied(False)
     fresh.head = nn.Linear(3, 4, bias=False)
     before = live_bits(fresh)

@@ -133,7 +133,7 @@ def whole_job(root: Path, seed: int) -> tuple[CheckpointManager, Callable[[], An
 def test_a_whole_save_and_restore_pickles_nothing(tmp_path: Path, no_pickle: None) -> None:
     """The full training state goes out and comes back."""
     saver, saved = whole_job(tmp_path, 0)
-    saver.save()
+    saver.save(mode="sync")
     expected = saved()
     loader, loaded = whole_job(tmp_path, 1)
     assert loader.restore().step == 3

@@ -64,7 +64,7 @@ def check_continues(root: Path, build: Callable[[], dict[str, Any]], at: int = 2
     """A fresh life and one that went on and comes back both repeat what followed the save."""
     first = Life(root, build, seed=0)
     first.run(at)
-    first.manager.save()
+    first.manager.save(mode="sync")
     saved = first.bits()
     records, ended = first.run(at + 3), first.bits()
     for life in (first, Life(root, build, seed=1)):
@@ -164,7 +164,7 @@ def test_adam_moments_keep_another_dtype(tmp_path: Path) -> None:
                     "exp_avg": torch.randn(parameter.shape),
                     "exp_avg_sq": torch.rand(parameter.shape, dtype=torch.float64),
                 }
-            manager.save()
+            manager.save(mode="sync")
         else:
             manager.restore()
         states.append(live_bits(model, optimizer))
@@ -226,7 +226,7 @@ def test_moments_of_a_parameter_frozen_later_are_kept(tmp_path: Path) -> None:
     first.run(2)
     first.model[0].requires_grad_(False)
     first.run(3)
-    first.manager.save()
+    first.manager.save(mode="sync")
     second = Life(tmp_path, build, seed=1)
     second.manager.restore()
     assert second.bits() == first.bits()
@@ -248,7 +248,7 @@ def test_an_empty_momentum_buffer_comes_back_empty(tmp_path: Path) -> None:
     for life, emptied in ((first, 0), (second, 2)):
         life.run(2)
         life.optimizer.state[life.model[emptied].weight]["momentum_buffer"] = None
-    first.manager.save()
+    first.manager.save(mode="sync")
     second.manager.restore()
     assert second.bits() == first.bits()
     assert second.optimizer.state[second.model[0].weight] == {"momentum_buffer": None}
@@ -272,7 +272,7 @@ def test_parameter_groups_are_matched_by_name(tmp_path: Path, groups: list[list[
     first = Life(tmp_path, lambda: grouped([WEIGHTS, BIASES]), seed=0)
     first.optimizer.param_groups[1]["betas"] = (0.5, 0.6)
     first.run(2)
-    first.manager.save()
+    first.manager.save(mode="sync")
     second = Life(tmp_path, lambda: grouped(groups), seed=1)
     second.manager.restore()
     after_restore = random_bits()
@@ -291,7 +291,7 @@ def test_parameter_groups_are_matched_by_name(tmp_path: Path, groups: list[list[
 
 def test_a_group_of_two_saved_groups_is_refused(tmp_path: Path) -> None:
     """Where two saved groups would meet in one, which hyperparameters count is not guessed."""
-    Life(tmp_path, lambda: grouped([WEIGHTS, BIASES]), seed=0).manager.save()
+    Life(tmp_path, lambda: grouped([WEIGHTS, BIASES]), seed=0).manager.save(mode="sync")
     life = Life(tmp_path, lambda: grouped([WEIGHTS + BIASES]), seed=1)
     before = life.bits()
     with pytest.raises(MismatchError, match="group 0 here holds parameters of 2 saved groups"):
@@ -350,5 +350,5 @@ def test_state_without_a_parameter_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state["global"] = {"count": 1}
     with pytest.raises(UnencodableStateError, match="'global'"):
-        CheckpointManager(tmp_path, TrainState(model=model, optimizer=optimizer)).save()
+        CheckpointManager(tmp_path, TrainState(model=model, optimizer=optimizer)).save(mode="sync")
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ def test_a_missing_own_value_is_an_error(tmp_path: Path) -> None:
     """What the manifest says every rank has for itself is never made up, and nothing live changes."""
     model = nn.Linear(2, 2)
     manager = CheckpointManager(tmp_path, TrainState(model=model))
-    manager.save()
+    manager.save(mode="sync")
     path = tmp_path / "step-000000000" / "manifest.json"
     manifest = Manifest.from_bytes(path.read_bytes(), "manifest")
     more = (*manifest.rank_local, ("rng", "global", "quantum", "state"))
@@ -36,7 +36,7 @@ def test_a_missing_own_value_is_an_error(tmp_path: Path) -> None:
 def test_a_tensor_in_the_manifest_must_be_in_its_file_too(tmp_path: Path) -> None:
     """Verification looks for the chunk of a small tensor in the file, though no load reads it there."""
     manager = CheckpointManager(tmp_path, TrainState(model=nn.Linear(2, 2)))
-    manager.save()
+    manager.save(mode="sync")
     folder = tmp_path / "step-000000000"
     path = folder / "manifest.json"
     manifest = Manifest.from_bytes(path.read_bytes(), "manifest")

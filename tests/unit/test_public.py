@@ -28,6 +28,7 @@ PUBLIC = [
     "RestoreReport",
     "ResumableSampler",
     "SaveHandle",
+    "SaveOptions",
     "ShardSavePlanner",
     "ShardedStorageReader",
     "ShardedStorageWriter",

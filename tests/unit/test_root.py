@@ -42,7 +42,7 @@ class Job:
             self.model(torch.rand(4, 3)).square().sum().backward()
             self.optimizer.step()
             self.state.progress.step = step
-            self.manager.save()
+            self.manager.save(mode="sync")
             saved.append(self.bits())
         return saved
 
@@ -133,7 +133,7 @@ def test_an_unreadable_root_is_an_error(tmp_path: Path, spoil: Callable[[Path], 
             call()
         assert str(root) in str(caught.value)
     with refused(CheckpointError, job):
-        job.manager.save()
+        job.manager.save(mode="sync")
 
 
 def test_an_unreadable_manifest_is_an_error(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Job:
         records = []
         progress = self.state.progress
         if progress.step in save_at:
-            self.manager.save()
+            self.manager.save(mode="sync")
         while progress.step < until:
             for ids, batch in self.loader:
                 loss = (self.model(batch) + torch.rand(()) + self.generator.random()).abs().mean()
@@ -103,7 +103,7 @@ class Job:
                 draws = random.random(), np.random.rand()
                 records.append(bits([progress.step, loss, lr, ids, self.model.mask, draws]))
                 if progress.step in save_at:
-                    self.manager.save()
+                    self.manager.save(mode="sync")
                 if progress.step == until:
                     return records
             progress.next_epoch()
@@ -193,7 +193,7 @@ def test_generators_of_the_program_come_back(tmp_path: Path) -> None:
 
     saved, fresh = build(0), dict(reversed(build(1).items()))
     draw(saved)
-    CheckpointManager(tmp_path, TrainState(generators=saved)).save()
+    CheckpointManager(tmp_path, TrainState(generators=saved)).save(mode="sync")
     globally = random_bits()
     expected = draw(saved)
     torch.rand(1), random.random(), np.random.rand()

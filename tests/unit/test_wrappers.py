@@ -148,7 +148,7 @@ def test_names_are_those_of_the_plain_model(tmp_path: Path, wrap: str) -> None:
     """Weights, buffers, extra state and moments are stored under the names the user wrote."""
     life = Life(tmp_path, wrap, seed=0)
     life.train()
-    life.manager.save()
+    life.manager.save(mode="sync")
     parameters = {n for n in NAMES if n.endswith(("weight", "bias"))}
     moments = {f"{n}.{key}" for n in parameters for key in ("step", "exp_avg", "exp_avg_sq")}
     expected = {f"model.{n}" for n in NAMES} | {f"optimizer.state.{n}" for n in moments}
@@ -162,7 +162,7 @@ def test_a_checkpoint_loads_across_wrappers(tmp_path: Path, wrap: str, way: str)
     first, second = (wrap, "plain") if way == "wrapped to plain" else ("plain", wrap)
     saved, fresh = Life(tmp_path, first, seed=0), Life(tmp_path, second, seed=1)
     saved.train()
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     assert fresh.bits() != saved.bits()
     report = fresh.manager.restore()
     assert fresh.bits() == saved.bits()
@@ -174,7 +174,7 @@ def test_a_wrapped_model_trains_on_after_a_restore(tmp_path: Path, wrap: str) ->
     """Forward, backward and step see the restored tensors: the next weights equal the plain model's."""
     saved = Life(tmp_path, "plain", seed=0)
     saved.train()
-    saved.manager.save()
+    saved.manager.save(mode="sync")
     ended = []
     for name in ("plain", wrap):
         life = Life(tmp_path, name, seed=1)

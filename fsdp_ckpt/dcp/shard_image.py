@@ -1,0 +1,152 @@
+"""A rank's shard on its way: an image with its header, the copy into it, the job for the writer, the receipt."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt, seal
+from fsdp_ckpt.dcp.contents import Contents
+from fsdp_ckpt.manifest.schema import FileRow, Manifest, shard_name
+from fsdp_ckpt.manifest.shard import DIGEST_HEX, ShardHeader
+from fsdp_ckpt.manifest.tree import Path
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry
+from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
+from fsdp_ckpt.snapshot.image import Filled, SideStreams, fill_image
+from fsdp_ckpt.writer.job import WriteJob
+
+__all__ = ["ShardImage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardImage:
+    """An image whose header is in place, but for the digests; its data is still to be copied.
+
+    Args:
+        buffer: The memory.
+        contents: What is to be copied; refers to live tensors.
+        name: Of the file, within the step's folder.
+        num_bytes: Size of the file.
+        data_offset: Start of the data, in bytes.
+        digests_at: Where the digests go, in bytes.
+        values: The global values that this rank answers for, as they are now.
+        inline: Content of the tensors that the manifest holds too, as they are now.
+    """
+
+    buffer: HostBuffer
+    contents: Contents
+    name: str
+    num_bytes: int
+    data_offset: int
+    digests_at: int
+    values: Mapping[Path, Json]
+    inline: Mapping[str, bytes]
+
+    @classmethod
+    def begin(
+        cls,
+        contents: Contents,
+        attempt: Attempt,
+        rank: int,
+        pool: ImagePool,
+        *,
+        manifest: Manifest | None = None,
+        pin: bool = False,
+    ) -> ShardImage:
+        """Take a buffer and put the header into it; copy everything that is not a tensor.
+
+        Args:
+            contents: What this rank writes.
+            attempt: Of this save.
+            rank: This rank.
+            pool: Where the buffer comes from; the caller gives it back.
+            manifest: On rank 0, the manifest so far, kept in the shard as a spare.
+            pin: Whether an accelerator copies into the image.
+
+        Raises:
+            CheckpointError: The header would be larger than safetensors allows.
+        """
+        # Stands in the header where the digests will, and nowhere else.
+        blank = secrets.token_hex(DIGEST_HEX // 2)
+        header = ShardHeader(
+            step=attempt.step,
+            attempt=attempt.id,
+            rank=rank,
+            world_size=attempt.world_size,
+            layout=contents.layout,
+            paths=contents.paths,
+            own=contents.own,
+            values=contents.own_values,
+            shared=contents.global_values,
+            digests=(blank,) * contents.layout.num_blocks,
+            manifest=None if manifest is None else seal(manifest, attempt).to_json(),
+        ).to_bytes()
+        num_bytes = len(header) + contents.layout.data_bytes
+        inline = contents.inline()
+        buffer = pool.acquire(num_bytes, pin=pin)
+        buffer.memory[: len(header)] = header
+        return cls(
+            buffer=buffer,
+            contents=contents,
+            name=shard_name(attempt.id, rank, attempt.world_size),
+            num_bytes=num_bytes,
+            data_offset=len(header),
+            digests_at=max(header.find(blank.encode()), 0),
+            values=contents.global_values,
+            inline=inline,
+        )
+
+    @property
+    def view(self) -> memoryview:
+        """The file's bytes."""
+        return memoryview(self.buffer.memory)[: self.num_bytes]
+
+    def fill(
+        self,
+        filled: Filled | None = None,
+        only: Callable[[Entry], bool] | None = None,
+        streams: SideStreams | None = None,
+    ) -> None:
+        """Copy the tensors, or ``only`` some of them; see :func:`~fsdp_ckpt.snapshot.image.fill_image`."""
+        layout = self.contents.layout
+        entries = layout.entries if only is None else [e for e in layout.entries if only(e)]
+        fill_image(
+            self.buffer,
+            self.data_offset,
+            layout,
+            self.contents.resolve,
+            entries=entries,
+            filled=filled,
+            streams=streams,
+        )
+
+    def job(self, key: str, num_threads: int | None, address: Mapping[str, Any]) -> WriteJob:
+        """Return what to ask of a writer.
+
+        Args:
+            key: Of the file, in the store that ``address`` opens.
+            num_threads: Threads that digest and write.
+            address: Url and storage options, where another process writes.
+        """
+        return WriteJob(
+            key=key,
+            num_bytes=self.num_bytes,
+            data_offset=self.data_offset,
+            block_bytes=BLOCK_BYTES,
+            digests_at=self.digests_at,
+            num_threads=num_threads,
+            **address,
+        )
+
+    def receipt(self, header_digest: str) -> ShardReceipt:
+        """Return what to tell the coordinator once the file is durable."""
+        row = FileRow(
+            name=self.name,
+            num_bytes=self.num_bytes,
+            data_offset=self.data_offset,
+            digest=header_digest,
+        )
+        return ShardReceipt(file=row, values=self.values, inline=self.inline)

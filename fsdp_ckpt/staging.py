@@ -1,0 +1,201 @@
+"""Snapshots: images of the live state, each on its way to a writer while it is still being filled.
+
+Invariant: what is in an image when ``staged`` is set is the state at the call of ``save``; an image is used
+again only when it is both copied and written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_ckpt.dcp.shard_image import ShardImage
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.options import OnBusy, SaveMode, SaveOptions
+from fsdp_ckpt.persisting import Persister
+from fsdp_ckpt.plan.image import Entry
+from fsdp_ckpt.snapshot.buffer import ImagePool
+from fsdp_ckpt.snapshot.image import SideStreams
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["ImagePlace", "Snapshot", "Stager"]
+
+
+class ImagePlace:
+    """Leave to use one of the images in flight; given back once."""
+
+    def __init__(self, places: threading.Semaphore, *, is_free: bool) -> None:
+        self.is_free = is_free
+        self.is_used = False
+        self._places = places
+        # The copy and the write, whichever ends last.
+        self._open_ends = 2
+        self._lock = threading.Lock()
+
+    def end(self, ends: int, release: Callable[[], None]) -> None:
+        """Say that the copy, the write or both have ended; after both, ``release`` and give back."""
+        with self._lock:
+            self._open_ends -= ends
+            is_last = self._open_ends == 0
+        if is_last:
+            release()
+            self._places.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A rank's part of a save.
+
+    Args:
+        write: Resolves when this rank's file is durable, to the digest of its header.
+        receipt: That digest → what to tell the coordinator.
+        staged: Set when the live state may change again.
+    """
+
+    write: Future[str]
+    receipt: Callable[[str], Json]
+    staged: threading.Event
+
+
+class Stager:
+    """Takes snapshots, one at a time, into images that are used again.
+
+    Args:
+        root: Where the files go.
+        persister: Has the writers.
+        options: How a save goes.
+        address: Url and storage options with which another process opens ``root``; ``None`` if none can.
+        num_threads: Threads that digest and write, per rank.
+    """
+
+    def __init__(
+        self,
+        root: Store,
+        persister: Persister,
+        options: SaveOptions,
+        *,
+        address: Mapping[str, Any] | None,
+        num_threads: int | None,
+    ) -> None:
+        self._root = root
+        self._persister = persister
+        self._options = options
+        self._address = address
+        self._num_threads = num_threads
+        self._pool = ImagePool(options.max_in_flight)
+        self._places = threading.Semaphore(options.max_in_flight)
+        self._staged = threading.Event()  # of the newest snapshot
+        self._staged.set()
+        self._hook: RemovableHandle | None = None
+
+    @contextmanager
+    def take_image(self, on_busy: OnBusy, timeout_s: float) -> Iterator[ImagePlace]:
+        """Take a place for an image, if there is one; given back unless a snapshot came to use it."""
+        if on_busy == "wait":
+            # It comes back when a file is durable or has failed, each within the deadline.
+            is_free = self._places.acquire(timeout=2 * timeout_s)
+        else:
+            is_free = self._places.acquire(blocking=False)
+        place = ImagePlace(self._places, is_free=is_free)
+        try:
+            yield place
+        finally:
+            if is_free and not place.is_used:
+                self._places.release()
+
+    def stage(
+        self,
+        place: ImagePlace,
+        begin: Callable[[ImagePool], ShardImage],
+        *,
+        folder: str,
+        mode: SaveMode,
+        is_late: Callable[[Entry], bool],
+        forget: Callable[[], None],
+    ) -> Snapshot:
+        """Take a snapshot; a failure is the snapshot's outcome, so that all ranks learn of it alike.
+
+        Args:
+            place: For the image.
+            begin: Makes the image, its header in place.
+            folder: Where in the root its file goes.
+            mode: ``lazy`` returns before the late entries are copied.
+            is_late: Whether an entry changes in ``optimizer.step()`` alone.
+            forget: Lets go of the live tensors; called when the snapshot is taken.
+        """
+        place.is_used = True
+        staged = threading.Event()
+        try:
+            image = begin(self._pool)
+        except Exception as e:
+            place.end(2, forget)
+            return _failed(e)
+
+        def release() -> None:
+            self._pool.release(image.buffer)
+
+        is_remote = self._address is not None and self._options.writer == "process"
+        writer = self._persister.writer(in_process=is_remote and mode != "sync")
+        job = image.job(f"{folder}/{image.name}", self._num_threads, self._address or {})
+        try:
+            pending = writer.submit(job, image.view, image.buffer.fd, self._root)
+        except Exception as e:
+            forget()
+            place.end(2, release)
+            return _failed(e)
+        pending.future.add_done_callback(lambda _: place.end(1, release))
+
+        def copy(only: Callable[[Entry], bool] | None, *, is_last: bool = True) -> None:
+            try:
+                image.fill(pending.filled if is_last else None, only, streams)
+            except BaseException as e:
+                pending.fail(e)
+                if not isinstance(e, Exception):
+                    raise
+            finally:
+                if is_last:
+                    forget()
+                    staged.set()
+                    place.end(1, release)
+
+        streams = SideStreams()
+        self._staged = staged
+        if mode == "lazy":
+            self._hold_steps()
+            copy(lambda entry: not is_late(entry), is_last=False)
+            # Not a daemon: a program that ends now still gets its checkpoint.
+            threading.Thread(target=copy, args=(is_late,), name="fsdp_ckpt-copy").start()
+        else:
+            copy(None)
+        return Snapshot(pending.future, lambda digest: image.receipt(digest).to_json(), staged)
+
+    def _hold_steps(self) -> None:
+        """Make every optimizer's ``step`` wait for the copy; the user need not."""
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait_staged())
+
+    def wait_staged(self) -> None:
+        """Return when the live state may change again."""
+        self._staged.wait()
+
+    def close(self) -> None:
+        """Release the buffers; those in use when they are given back."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._pool.close()
+
+
+def _failed(error: Exception) -> Snapshot:
+    write: Future[str] = Future()
+    write.set_exception(error)
+    staged = threading.Event()
+    staged.set()
+    return Snapshot(write, str, staged)

@@ -1,0 +1,93 @@
+"""The writer process: persists images for one rank, and outlives it as long as it has something to finish.
+
+    python -m fsdp_ckpt.writer FD        started by fsdp_ckpt.writer.process
+
+Messages in: ``write`` (id, job; with the image's descriptor), ``filled`` (id, bytes), ``fail`` (id, error).
+Messages out: ``done`` (id, digest), ``failed`` (id, error).
+
+When the trainer is gone the socket ends: images that are filled are persisted, the others given up.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TypeAlias
+
+from fsdp_ckpt.errors import StorageError, error_to_json
+from fsdp_ckpt.storage.watermark import Watermark
+from fsdp_ckpt.writer.channel import Channel
+from fsdp_ckpt.writer.job import WriteJob, run_job
+
+__all__ = ["main"]
+
+Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Watermark] | None]"
+
+MAX_QUEUED = 1000
+NICENESS = 10
+# ioprio_set(2): this process, best effort, the lowest level.
+_SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_BEST_EFFORT_LOWEST = (2 << 13) | 7
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the trainer at the other end of descriptor ``arguments[0]`` until it is gone."""
+    channel = Channel(socket.socket(fileno=int(arguments[0])))
+    _lower_priority()
+    jobs: Jobs = queue.SimpleQueue()
+    worker = threading.Thread(target=_work, args=(channel, jobs), name="fsdp_ckpt-jobs")
+    worker.start()
+    marks: dict[int, Watermark] = {}
+    while received := channel.receive():
+        message, fd = received
+        number = message["id"]
+        if fd is not None:
+            marks[number] = Watermark()
+            jobs.put((number, WriteJob(**message["job"]), fd, marks[number]))
+        elif message["kind"] == "filled":
+            marks[number].advance(message["bytes"])
+        else:
+            marks[number].fail(StorageError(message["error"]))
+        # Jobs are done in order: what is not among the newest has ended.
+        marks.pop(number - MAX_QUEUED, None)
+    for mark in marks.values():  # those that are filled do not care
+        mark.fail(StorageError("the training process is gone"))
+    jobs.put(None)
+    worker.join()
+    return 0
+
+
+def _work(channel: Channel, jobs: Jobs) -> None:
+    while item := jobs.get():
+        number, job, fd, mark = item
+        try:
+            answer = {"kind": "done", "id": number, "digest": _persist(job, fd, mark)}
+        except Exception as e:  # whatever it is, the trainer must hear of it
+            answer = {"kind": "failed", "id": number, "error": error_to_json(e)}
+        finally:
+            os.close(fd)
+        with suppress(OSError):  # no one is there to hear it
+            channel.send(answer)
+
+
+def _persist(job: WriteJob, fd: int, mark: Watermark) -> str:
+    image = memoryview(mmap.mmap(fd, job.num_bytes))
+    return run_job(job, image, job.open_store(), mark.wait_for)
+
+
+def _lower_priority() -> None:
+    """Training comes first, for the processor and for the disk."""
+    os.nice(NICENESS)
+    number = _SYS_IOPRIO_SET.get(os.uname().machine)
+    if number is not None:
+        ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

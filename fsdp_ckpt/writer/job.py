@@ -1,0 +1,144 @@
+"""What a writer is asked to do, and how it does it.
+
+    trainer                                       writer (a thread, or a process)
+    header with a hole in image[:data_offset]
+    submit(job, image) ─────────────────────────> opens the store, waits for bytes
+    copies tensors, filled(n), filled(n) ... ───> digests and writes what is filled
+                                                  digests into the hole, header last, durable
+    result() <─────────────────────────────────── digest of the header
+
+Invariant: when ``result`` returns, the file is durable; when it raises, no file is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.storage.shard_io import write_shard
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["PendingWrite", "ShardWriter", "WriteJob", "run_job", "store_address"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteJob:
+    """One shard file to be made from an image.
+
+    Args:
+        key: Of the new object, in the store.
+        num_bytes: Size of the file.
+        data_offset: Start of the data, in bytes; before it lies the header.
+        block_bytes: Bytes per digest.
+        digests_at: Where in the header the digests go, in bytes.
+        num_threads: Threads that digest and write; ``None`` as many as suit the store.
+        url: Of the store, for a writer in another process.
+        storage_options: Likewise.
+    """
+
+    key: str
+    num_bytes: int
+    data_offset: int
+    block_bytes: int
+    digests_at: int
+    num_threads: int | None = None
+    url: str = ""
+    storage_options: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self)
+
+    def open_store(self) -> Store:
+        """Open the store in this process."""
+        return open_store(self.url, **self.storage_options)
+
+
+class PendingWrite(Protocol):
+    """A file on its way."""
+
+    @property
+    def future(self) -> Future[str]:
+        """Resolves to the digest of the header once the file is durable, or to what went wrong."""
+        ...
+
+    def filled(self, num_bytes: int) -> None:
+        """Say that the first ``num_bytes`` of the image are there."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the rest of the image will not come; the write fails."""
+        ...
+
+
+class ShardWriter(Protocol):
+    """Persists images, one after the other."""
+
+    def submit(self, job: WriteJob, image: memoryview, fd: int, store: Store) -> PendingWrite:
+        """Start writing ``image``, which must stay as it is until the future resolves.
+
+        Args:
+            job: What to write.
+            image: The file's bytes.
+            fd: Descriptor of the memory that ``image`` is the start of.
+            store: Where to.
+        """
+        ...
+
+    def close(self) -> None:
+        """Finish what was submitted and end; closing twice is fine."""
+        ...
+
+
+def run_job(
+    job: WriteJob, image: memoryview, store: Store, wait_filled: Callable[[int], None] | None
+) -> str:
+    """Write the file; return the digest of its header.
+
+    Raises:
+        CheckpointError: The store failed, or the image was not finished; no file is there.
+    """
+
+    def seal(digests: Sequence[str]) -> bytes:
+        header = bytearray(image[: job.data_offset])
+        filling = "".join(digests).encode()
+        header[job.digests_at : job.digests_at + len(filling)] = filling
+        return bytes(header)
+
+    return write_shard(
+        store,
+        job.key,
+        image,
+        data_offset=job.data_offset,
+        block_bytes=job.block_bytes,
+        seal=seal,
+        wait_filled=wait_filled,
+        num_threads=job.num_threads,
+    )
+
+
+def store_address(
+    root: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return ``url`` and ``storage_options`` with which another process opens ``root``, or ``None``.
+
+    No other process can open a store object, the memory of this one, or what needs options that are not
+    plain data, such as a session.
+    """
+    store = open_store(root, **storage_options)
+    if isinstance(store, LocalStore):
+        return {"url": store.url, "storage_options": {}}
+    if not isinstance(root, str) or root.startswith("memory:"):
+        return None
+    options = dict(storage_options)
+    try:
+        is_plain = json.loads(json.dumps(options)) == options
+    except TypeError:
+        is_plain = False
+    return {"url": root, "storage_options": options} if is_plain else None
