@@ -132,8 +132,8 @@ class CheckpointManager:
             mode: When to return, for this save; by default as the options say.
 
         Returns:
-            A handle. In mode ``sync`` the checkpoint is committed and durable; in mode ``async`` the live state
-            may change again; in mode ``lazy`` parameters and optimizer state may change again after
+            A handle. In mode ``sync`` the checkpoint is committed and durable. In mode ``async`` the live
+            state may change again. In mode ``lazy`` parameters and optimizer state may change again after
             ``handle.wait_staged()``, for which ``optimizer.step()`` waits by itself.
 
         Raises:

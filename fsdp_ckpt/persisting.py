@@ -110,8 +110,8 @@ class Persister:
 
 def _finish_before_exit(persister: Persister) -> None:
     """Finish before the interpreter takes threads away, and with them what stores use to work."""
-    # Not atexit, which runs after executors have been shut down. concurrent.futures uses the same hook; it has
-    # no public name. Without it, what is queued on our own threads is still finished.
+    # Not atexit, which runs after executors have been shut down. concurrent.futures uses the same hook; it
+    # has no public name. Without it, what is queued on our own threads is still finished.
     register = getattr(threading, "_register_atexit", None)
     if register is not None:
         register(persister.finish)

@@ -20,14 +20,18 @@ from fsdp_ckpt.commit.catalog import (
     step_folder,
 )
 from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.publish import holds_checkpoint
+from fsdp_ckpt.commit.recover import abandon_attempts, publish_complete_attempt
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
 from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
 from fsdp_ckpt.dcp.saved_state import saved_state
 from fsdp_ckpt.errors import (
+    AlreadyCommittedError,
     CheckpointError,
     CorruptCheckpointError,
     NotFoundError,
+    StorageError,
     UnsupportedFormatError,
 )
 from fsdp_ckpt.manifest.tree import Path, path_name
@@ -101,6 +105,8 @@ class Restorer:
             return {**self._find_step(step), "skipped": []}
         skipped: list[SkippedCheckpoint] = []
         for found in find_checkpoints(self._root):
+            if isinstance(found, SkippedCheckpoint) and found.torn:
+                found = self._recover(found.step) or found
             if isinstance(found, SkippedCheckpoint):
                 if found.newer:
                     # Not damage: going on from an older one would throw away a good checkpoint.
@@ -109,6 +115,7 @@ class Restorer:
             elif found.step in damaged:
                 skipped.append(SkippedCheckpoint(step=found.step, reason=damaged[found.step]))
             else:
+                self._pass_over(skipped)
                 passed = [dataclasses.asdict(s) for s in skipped]
                 return {"step": found.step, "attempt": found.attempt, "skipped": passed}
         broken = [s for s in skipped if not s.torn]
@@ -122,11 +129,42 @@ class Restorer:
                 f"{self._root.url}: no checkpoint, only {len(skipped)} torn attempt(s), the newest of step "
                 f"{skipped[0].step}; to start the run anew, pass allow_torn=True or another root"
             )
+        self._pass_over(skipped)
         return {"step": None, "skipped": [dataclasses.asdict(s) for s in skipped]}
 
-    def _find_step(self, step: int) -> dict[str, Any]:
+    def _recover(self, step: int) -> CheckpointInfo | None:
+        """Publish what a job that died left complete."""
+        store = self._root.child(step_folder(step))
         try:
-            checkpoint = Checkpoint.open(self._root.child(step_folder(step)))
+            manifest = publish_complete_attempt(store)
+        except (StorageError, AlreadyCommittedError) as e:
+            logger.warning("could not look for a complete attempt of step %d: %s", step, e)
+            return None
+        if manifest is None:
+            return None
+        logger.warning(
+            "published attempt %s of step %d, which a job that died had written completely",
+            manifest.attempt,
+            step,
+        )
+        return CheckpointInfo.of(manifest, store.url)
+
+    def _pass_over(self, skipped: Iterable[SkippedCheckpoint]) -> None:
+        """Decide for good against attempts that were not committed: the run goes on without them."""
+        for torn in (s for s in skipped if s.torn):
+            try:
+                abandon_attempts(self._root.child(step_folder(torn.step)))
+            except StorageError as e:  # a root that may only be read
+                logger.warning(
+                    "could not mark the attempts of step %d as given up: %s", torn.step, e
+                )
+
+    def _find_step(self, step: int) -> dict[str, Any]:
+        store = self._root.child(step_folder(step))
+        try:
+            if not holds_checkpoint(store):
+                self._recover(step)
+            checkpoint = Checkpoint.open(store)
         except NotFoundError as e:
             found = find_checkpoints(self._root)
             there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]

@@ -21,6 +21,7 @@ from fsdp_ckpt.storage.store import Store
 
 __all__ = [
     "MANIFEST_KEY",
+    "holds_checkpoint",
     "new_attempt",
     "publish_manifest",
     "read_manifest",
@@ -32,9 +33,9 @@ MANIFEST_KEY = "manifest.json"
 
 
 def new_attempt() -> str:
-    """Return a unique attempt id that sorts by time, such as ``20260131T093000-1b9d6bcd``."""
+    """Return a unique attempt id that sorts by time, such as ``20260131T093000250000-1b9d6bcd0f3a``."""
     now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:12]}"
+    return f"{now:%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:12]}"
 
 
 def refuse_committed(store: Store, step: int | None = None) -> None:
@@ -43,11 +44,21 @@ def refuse_committed(store: Store, step: int | None = None) -> None:
     Raises:
         AlreadyCommittedError: It does.
     """
+    if holds_checkpoint(store):
+        raise _already_committed(store, step)
+
+
+def holds_checkpoint(store: Store) -> bool:
+    """Whether a manifest is there.
+
+    Raises:
+        StorageError: The store cannot be read now.
+    """
     try:
         store.size(MANIFEST_KEY)
     except NotFoundError:
-        return
-    raise _already_committed(store, step)
+        return False
+    return True
 
 
 def retire_manifest(store: Store) -> None:

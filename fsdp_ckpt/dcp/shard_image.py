@@ -1,4 +1,4 @@
-"""A rank's shard on its way: an image with its header, the copy into it, the job for the writer, the receipt."""
+"""A rank's shard on its way: the image with its header, the copy, the job for the writer, the receipt."""
 
 from __future__ import annotations
 

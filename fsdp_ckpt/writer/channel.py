@@ -1,4 +1,4 @@
-"""Messages between trainer and writer: JSON over a Unix socket, one per packet, with at most one descriptor."""
+"""Messages between trainer and writer: JSON over a Unix socket, one per packet, with a descriptor or none."""
 
 from __future__ import annotations
 

@@ -147,6 +147,14 @@ def test_an_unreadable_manifest_is_an_error(tmp_path: Path) -> None:
         job.manager.restore()
 
 
+def tear(root: Path, step: int) -> None:
+    """Leave what a save leaves that died before its file was whole."""
+    folder = root / f"step-{step:09d}"
+    (folder / "manifest.json").unlink()
+    (shard,) = folder.rglob("*.safetensors")
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
 def test_an_absent_step_is_an_error_that_names_those_there(tmp_path: Path) -> None:
     """Committed steps are named, newest first; a torn attempt is not one of them."""
     job = Job(tmp_path)
@@ -154,7 +162,7 @@ def test_an_absent_step_is_an_error_that_names_those_there(tmp_path: Path) -> No
         job.manager.restore(3)
     assert "newest steps there: none" in str(caught.value)
     job.save(1, 2, 10, 11)
-    (tmp_path / "step-000000011" / "manifest.json").unlink()
+    tear(tmp_path, 11)
     for step in (3, 11):
         with refused(NotFoundError, job) as caught:
             job.manager.restore(step)
@@ -166,8 +174,8 @@ def test_torn_attempts_alone_are_an_error_unless_allowed(tmp_path: Path) -> None
     """Saves that were begun and none committed: something is wrong, unless the caller says it is not."""
     job = Job(tmp_path)
     job.save(1, 2)
-    for manifest in tmp_path.rglob("manifest.json"):
-        manifest.unlink()
+    tear(tmp_path, 1)
+    tear(tmp_path, 2)
     with refused(NotFoundError, job) as caught:
         job.manager.restore()
     assert "only 2 torn attempt(s), the newest of step 2" in str(caught.value)
@@ -182,7 +190,7 @@ def test_a_torn_attempt_is_passed_over(tmp_path: Path) -> None:
     """The newest committed checkpoint is restored; the torn one is reported."""
     job = Job(tmp_path)
     saved = job.save(1, 2)
-    (tmp_path / "step-000000002" / "manifest.json").unlink()
+    tear(tmp_path, 2)
     report = job.manager.restore()
     assert report.step == 1
     assert [(s.step, s.torn) for s in report.skipped] == [(2, True)]

@@ -1,0 +1,141 @@
+"""Attempts whose files are all there, but whose job died before it could publish.
+
+Every shard file says what it is, and its header is written last: a header that is there and fits its file
+means that the file is whole. Rank 0's header holds a spare of the manifest. So files alone tell whether an
+attempt can be published, and the manifest is rebuilt from them.
+
+Invariant: an attempt that a job has passed over, to go on from an older checkpoint, is never published: it
+carries a mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from fsdp_ckpt.commit.publish import publish_manifest
+from fsdp_ckpt.errors import (
+    AlreadyCommittedError,
+    CorruptCheckpointError,
+    NotFoundError,
+)
+from fsdp_ckpt.manifest.schema import Manifest, shard_name
+from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
+from fsdp_ckpt.manifest.tree import path_to_json
+from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.storage.shard_io import digest
+from fsdp_ckpt.storage.store import Store
+
+__all__ = ["abandon_attempts", "publish_complete_attempt", "rebuild_manifest"]
+
+ABANDONED_KEY = "abandoned.json"
+
+_RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
+
+
+def publish_complete_attempt(store: Store) -> Manifest | None:
+    """Publish the newest attempt of a step whose files are all whole, unless it was abandoned.
+
+    Args:
+        store: The step's folder, without a manifest.
+
+    Returns:
+        The published manifest; ``None`` where no attempt is complete.
+
+    Raises:
+        StorageError: The store cannot be read or written now.
+    """
+    for attempt in _attempts(store):
+        try:
+            manifest = rebuild_manifest(store, attempt)
+        except (CorruptCheckpointError, NotFoundError):
+            continue
+        publish_manifest(store, manifest)
+        return manifest
+    return None
+
+
+def abandon_attempts(store: Store) -> None:
+    """Mark every attempt of a step as passed over: its job may still have writers at work.
+
+    Raises:
+        StorageError: The store cannot be written.
+    """
+    for attempt in _attempts(store):
+        try:
+            store.child(attempt).create(ABANDONED_KEY, b"{}")
+        except AlreadyCommittedError:
+            continue
+
+
+def _attempts(store: Store) -> Iterator[str]:
+    """Return attempts that were not abandoned, newest first: their ids sort by time."""
+    for attempt in reversed(store.list_folders()):
+        if ABANDONED_KEY not in store.child(attempt).list_files():
+            yield attempt
+
+
+def rebuild_manifest(store: Store, attempt: str) -> Manifest:
+    """Rebuild the manifest of an attempt from its shard files alone.
+
+    Args:
+        store: The step's folder.
+        attempt: Id of the attempt.
+
+    Raises:
+        NotFoundError: A rank's file is not there.
+        CorruptCheckpointError: A file is not whole, or they do not make one checkpoint.
+        StorageError: The store cannot be read now.
+    """
+    sizes = store.child(attempt).list_files()
+    found = {int(m[1]): int(m[2]) for m in map(_RANK_FILE.fullmatch, sizes) if m}
+    where = f"{store.url}/{attempt}"
+    world_size = found.get(0, 0)
+    missing = sorted(set(range(world_size)) - set(found))
+    if not world_size or missing:
+        absent = ", ".join(map(str, missing[:8])) or "0"
+        raise NotFoundError(f"{where}: the file of rank {absent} is not there", key=attempt)
+    rows: list[Json] = []
+    values: list[Json] = []
+    spare: Json = None
+    steps: set[int] = set()
+    for rank in range(world_size):
+        name = shard_name(attempt, rank, world_size)
+        header, row = _read_header(store, name, sizes.get(name.rpartition("/")[2], 0))
+        if (header.attempt, header.rank, header.world_size) != (attempt, rank, world_size):
+            raise CorruptCheckpointError(
+                f"{store.url}/{name}: says that it is rank {header.rank} of {header.world_size} of attempt "
+                f"{header.attempt}",
+                key=name,
+                rank=rank,
+            )
+        steps.add(header.step)
+        rows.append(row)
+        values += [[path_to_json(path), value] for path, value in header.shared.items()]
+        spare = header.manifest if rank == 0 else spare
+    if len(steps) != 1 or not isinstance(spare, dict):
+        raise CorruptCheckpointError(f"{where}: its files do not make one checkpoint", key=attempt)
+    manifest = Manifest.from_json({**spare, "files": rows, "values": values}, where)
+    if (manifest.attempt, {manifest.step}) != (attempt, steps):
+        raise CorruptCheckpointError(f"{where}: its files do not make one checkpoint", key=attempt)
+    return manifest
+
+
+def _read_header(store: Store, name: str, num_bytes: int) -> tuple[ShardHeader, Json]:
+    where = f"{store.url}/{name}"
+    length = bytearray(8)
+    if num_bytes < len(length):
+        raise CorruptCheckpointError(f"{where}: {num_bytes} bytes, no header", key=name)
+    store.read_into(name, 0, memoryview(length))
+    data_offset = 8 + int.from_bytes(length, "little")
+    if not 8 < data_offset <= min(num_bytes, 8 + MAX_HEADER_BYTES):
+        raise CorruptCheckpointError(f"{where}: the header was not written", key=name)
+    region = bytearray(data_offset)
+    store.read_into(name, 0, memoryview(region))
+    header = ShardHeader.from_bytes(bytes(region), where)
+    expected = data_offset + header.layout.data_bytes
+    if num_bytes != expected:
+        raise CorruptCheckpointError(
+            f"{where}: {num_bytes} bytes, {expected} expected; it is not whole", key=name
+        )
+    return header, [name, num_bytes, data_offset, digest(bytes(region))]
