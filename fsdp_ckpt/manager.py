@@ -107,6 +107,11 @@ class CheckpointManager:
             self._closed = True
             self._saver.close()
 
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of this rank's writer process; ``None`` before it has been needed."""
+        return self._saver.writer_pid
+
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return every whole checkpoint, newest first; any rank may call it alone.
 

@@ -156,6 +156,11 @@ class Saver:
         """Return when the live state may change again."""
         self._stager.wait_staged()
 
+    @property
+    def writer_pid(self) -> int | None:
+        """Process id of the writer process, once it has been started."""
+        return self._persister.writer_pid
+
     def finish(self) -> None:
         """Return when nothing is under way, however it ended."""
         self._stager.wait_staged()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt import CheckpointError
 
@@ -20,6 +21,8 @@ from fsdp_ckpt import CheckpointError
 def bits(value: Any) -> Any:
     """Return plain data that is equal exactly where type, dtype, shape and every bit of ``value`` are."""
     kind = type(value).__name__
+    if isinstance(value, DTensor):
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
         data = value.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
         return "tensor", str(value.dtype), tuple(value.shape), data.numpy().tobytes()

@@ -293,7 +293,7 @@ def test_attempts_have_names_of_their_own() -> None:
     assert len(set(attempts)) == 1000
     times = [attempt.partition("-")[0] for attempt in attempts]
     assert times == sorted(times)
-    assert all(re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{12}", attempt) for attempt in attempts)
+    assert all(re.fullmatch(r"\d{8}T\d{12}-[0-9a-f]{12}", attempt) for attempt in attempts)
 
 
 # --- the catalog ---
