@@ -13,18 +13,18 @@ CODE := $(wildcard fsdp_ckpt tests scripts)
 # Arithmetic and stores, many tests at once; then those that start ranks themselves, one at a time, since each
 # of them keeps every core busy. wildcard: only folders that exist.
 FAST_TESTS := $(wildcard tests/unit tests/contract tests/golden)
-RANK_TESTS := $(wildcard tests/multiprocess tests/fault tests/e2e)
+RANK_TESTS := $(wildcard tests/multiprocess tests/fault tests/s3 tests/e2e)
 
 # One torch thread per rank: the ranks of a test share the cores of one machine.
 export OMP_NUM_THREADS := 1
 
-.PHONY: venv format check test bench soak demo clean
+.PHONY: venv format check test fuzz bench soak demo clean
 
 venv: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[dev,hf]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,hf,s3]'
 	touch $@
 
 format: $(INSTALLED)
@@ -42,8 +42,16 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
 	$(BIN)/python -m pytest -q --durations=10 $(RANK_TESTS)
 
+# Hostile input, for minutes; `make test` replays the corpus and fuzzes for seconds.
+fuzz: $(INSTALLED)
+	$(BIN)/python scripts/fuzz.py --seconds 300
+
 # Figures to look at, never a test: this machine may be busy.
 bench: $(INSTALLED)
+	$(BIN)/python scripts/bench_save.py
+	$(BIN)/python scripts/bench_load.py
+	$(BIN)/python scripts/bench_s3.py
+	$(BIN)/python scripts/bench_digest.py
 	$(BIN)/python scripts/bench_plan.py
 	$(BIN)/python scripts/simulate_scale.py
 

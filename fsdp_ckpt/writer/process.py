@@ -18,7 +18,6 @@ import weakref
 from concurrent.futures import Future
 from contextlib import suppress
 
-import fsdp_ckpt
 from fsdp_ckpt.errors import ClosedError, StorageError, describe, error_from_json
 from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.writer.channel import Channel
@@ -28,6 +27,9 @@ __all__ = ["ProcessWriter"]
 
 # How long a writer that has nothing left to do may take to end, in seconds.
 END_TIMEOUT_S = 10.0
+
+# The trainer may have found the package by a path that python -m does not look at.
+PACKAGE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class _PendingWrite:
@@ -58,9 +60,8 @@ class _Connection:
 
     def __init__(self) -> None:
         mine, other = Channel.pair()
-        package = os.path.dirname(os.path.dirname(os.path.abspath(fsdp_ckpt.__file__)))
         environment = dict(os.environ)
-        paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
+        paths = [PACKAGE_ROOT, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         with other:
             self.process = subprocess.Popen(
