@@ -1,91 +1,134 @@
 """Local and mounted file systems.
 
 Durable means: the file is fsynced, then its directory, and every directory that had to be made.
+Inside means: no key, and no symbolic link below the root, leads out of the root.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fsdp_ckpt.errors import AlreadyCommittedError, NotFoundError, StorageError
+from fsdp_ckpt.errors import (
+    AlreadyCommittedError,
+    CheckpointError,
+    CorruptCheckpointError,
+    NotFoundError,
+    StorageError,
+)
+from fsdp_ckpt.storage.direct import DirectFile
+from fsdp_ckpt.storage.durable import fsync_dir, link_exclusively, make_dirs, write_durably
 
 __all__ = ["LocalStore"]
+
+# Files and reads below this go through the page cache: opening the file twice would cost more.
+DIRECT_BYTES = 1024 * 1024
 
 
 class LocalStore:
     """Objects are files below a root directory.
 
     Args:
-        root: Path of the directory; made when the first object is written.
+        root: Path of the directory, through symbolic links or not; made when the first object is written.
+        direct: Whether large files bypass the page cache; by default where the file system can, and reads
+            only what is not cached already.
     """
 
     concurrency = 2  # saturates a disk or a core, whichever is slower
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, direct: bool | None = None) -> None:
         self.url = os.path.abspath(os.path.expanduser(root))
+        self._direct = direct
+        self._top = self.url
 
     def child(self, key: str) -> LocalStore:
-        """Return the store rooted at ``key``."""
-        return LocalStore(self._path(key))
+        """Return the store rooted at ``key``; it ends where this one ends."""
+        child = LocalStore(self._path(key), direct=self._direct)
+        child._top = self._top
+        return child
 
     def _path(self, key: str) -> str:
-        return os.path.join(self.url, *key.split("/"))
+        parts = key.split("/")
+        # Keys come from manifests, so one that leads out is damage: an older checkpoint may be whole.
+        if not {"", ".", ".."}.isdisjoint(parts) or "\0" in key:
+            raise CorruptCheckpointError(f"{self.url}: {key!r} is no key of an object", key=key)
+        return os.path.join(self.url, *parts)
+
+    def _inside(self, path: str) -> str:
+        """Return ``path``; refuse one that symbolic links lead out of the root."""
+        top, real = os.path.realpath(self._top), os.path.realpath(path)
+        if os.path.commonpath((top, real)) != top:
+            raise CorruptCheckpointError(
+                f"{path} leads to {real}, out of {self._top}; open that folder itself", key=path
+            )
+        return path
+
+    def _new_path(self, key: str) -> str:
+        """Return the path of a new file, whose folder exists."""
+        path = self._path(key)
+        make_dirs(self._inside(os.path.dirname(path)))
+        return path
 
     def write(self, key: str, num_bytes: int) -> LocalWriter:
         """Start a new file, under its final name: no one reads its folder before it is whole."""
-        path = self._path(key)
-        with mapped_os_errors(path):
-            _make_dirs(os.path.dirname(path))
-            return LocalWriter(path, num_bytes)
+        with mapped_os_errors(self._path(key)):
+            return LocalWriter(self._new_path(key), num_bytes, direct=self._direct)
 
     def create(self, key: str, data: bytes) -> None:
         """Write a whole file under a temporary name, then link it: ``link`` fails where the name exists."""
-        path = self._path(key)
-        temporary = f"{path}.{uuid.uuid4().hex}.tmp"
-        with mapped_os_errors(path):
-            _make_dirs(os.path.dirname(path))
+        with mapped_os_errors(self._path(key)):
+            path = self._new_path(key)
+            temporary = f"{path}.{uuid.uuid4().hex}.tmp"
             try:
-                _write_durably(temporary, data)
-                _link(temporary, path)
+                write_durably(temporary, data)
+                link_exclusively(temporary, path)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary)
-            _fsync_dir(os.path.dirname(path))
+            fsync_dir(os.path.dirname(path))
 
     def read(self, key: str) -> bytes:
         """Return the whole file."""
-        path = self._path(key)
-        with mapped_os_errors(path), open(path, "rb") as file:
+        with mapped_os_errors(self._path(key)), os.fdopen(self._open(key), "rb") as file:
             return file.read()
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` by positioned reads."""
+        """Fill ``buffer``, from the page cache where the bytes are there, else directly."""
         path = self._path(key)
         with mapped_os_errors(path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._open(key)
+            file = DirectFile(fd)
             try:
-                done = 0
-                while done < len(buffer):
-                    count = os.preadv(fd, [buffer[done:]], byte_offset + done)
-                    if count == 0:
-                        raise StorageError(
-                            f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more expected",
-                            key=path,
-                        )
-                    done += count
+                if _goes_direct(self._direct, len(buffer)):
+                    file.try_direct(path, os.O_RDONLY, probes_cache=self._direct is None)
+                done = file.read_into(byte_offset, buffer)
             finally:
-                os.close(fd)
+                file.close()
+        if done < len(buffer):
+            raise StorageError(
+                f"{path}: ends at byte {byte_offset + done}, {len(buffer) - done} more expected",
+                key=path,
+            )
+
+    def _open(self, key: str) -> int:
+        """Open a file to read."""
+        path = self._inside(self._path(key))
+        # O_NONBLOCK: a named pipe would wait for someone to write.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StorageError(f"{path}: not a file", key=path)
+        return fd
 
     def size(self, key: str) -> int:
         """Return the file's size in bytes."""
         path = self._path(key)
         with mapped_os_errors(path):
-            return os.stat(path).st_size
+            return os.stat(self._inside(path)).st_size
 
     def list_folders(self) -> list[str]:
         """Return the names of the subdirectories, sorted."""
@@ -103,7 +146,7 @@ class LocalStore:
 
     def _scan(self) -> list[os.DirEntry[str]]:
         try:
-            with mapped_os_errors(self.url), os.scandir(self.url) as entries:
+            with mapped_os_errors(self.url), os.scandir(self._inside(self.url)) as entries:
                 return list(entries)
         except NotFoundError:
             return []
@@ -112,6 +155,7 @@ class LocalStore:
         """Remove a file, and its directory where that is then empty."""
         path = self._path(key)
         with mapped_os_errors(path):
+            self._inside(os.path.dirname(path))
             with suppress(FileNotFoundError):
                 os.unlink(path)
             with suppress(OSError):  # not empty, or already gone
@@ -119,53 +163,68 @@ class LocalStore:
 
 
 class LocalWriter:
-    """One new file, preallocated, written at any offset from any thread."""
+    """One new file, preallocated, written at any offset from any thread.
+
+    Args:
+        path: Of the file.
+        num_bytes: Its size.
+        direct: As in :class:`LocalStore`.
+    """
 
     ordered = False
     part_bytes = 0
 
-    def __init__(self, path: str, num_bytes: int) -> None:
+    def __init__(self, path: str, num_bytes: int, *, direct: bool | None = None) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._file = DirectFile(fd)
         try:
-            # Reserve the space first: a full disk shows before the first byte, and writing is faster.
-            os.posix_fallocate(self._fd, 0, num_bytes)
-        except OSError as e:
-            if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                self.abort()
-                raise
+            _preallocate(fd, num_bytes)
+            if _goes_direct(direct, num_bytes):
+                self._file.try_direct(path, os.O_WRONLY)
+        except BaseException:
+            self.abort()
+            raise
 
     def write_at(self, byte_offset: int, data: memoryview) -> None:
         """Write all of ``data``."""
         with mapped_os_errors(self._path):
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._fd, data[done:], byte_offset + done)
+            self._file.write_at(byte_offset, data)
 
     def flush(self) -> None:
         """Fsync the file."""
         with mapped_os_errors(self._path):
-            os.fsync(self._fd)
+            self._file.sync()
 
     def commit(self) -> None:
         """Fsync the file and its directory."""
         with mapped_os_errors(self._path):
             try:
-                os.fsync(self._fd)
+                self._file.sync()
             finally:
-                self._close()
-            _fsync_dir(os.path.dirname(self._path))
+                self._file.close()
+            fsync_dir(os.path.dirname(self._path))
 
     def abort(self) -> None:
         """Remove the file."""
-        self._close()
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
+        with mapped_os_errors(self._path):
+            self._file.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self._path)
 
-    def _close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+
+def _goes_direct(direct: bool | None, num_bytes: int) -> bool:
+    """Decide for a file or a read of ``num_bytes``."""
+    return num_bytes >= DIRECT_BYTES if direct is None else direct
+
+
+def _preallocate(fd: int, num_bytes: int) -> None:
+    """Reserve the space: a full disk shows before the first byte, and writing is faster."""
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as e:
+        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
 
 
 @contextmanager
@@ -173,7 +232,7 @@ def mapped_os_errors(path: str) -> Iterator[None]:
     """Map ``OSError`` to our tree, naming the path."""
     try:
         yield
-    except (StorageError, NotFoundError, AlreadyCommittedError):
+    except CheckpointError:
         raise
     except FileNotFoundError as e:
         raise NotFoundError(f"{path}: no such file", key=path) from e
@@ -182,69 +241,3 @@ def mapped_os_errors(path: str) -> Iterator[None]:
     except OSError as e:
         retryable = e.errno in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EIO, errno.ESTALE)
         raise StorageError(f"{path}: {e.strerror or e}", retryable=retryable, key=path) from e
-
-
-def _link(temporary: str, path: str) -> None:
-    """Give ``temporary`` its final name unless that exists."""
-    try:
-        os.link(temporary, path)
-    except OSError as e:
-        # Some mounts (FUSE, vfat, CIFS) have no hard links.
-        if e.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
-            raise
-        _rename_exclusively(temporary, path)
-
-
-def _rename_exclusively(temporary: str, path: str) -> None:
-    """Give ``temporary`` its final name, under a lock that rivals take too."""
-    claim = f"{path}.claim"
-    fd = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        # The lock dies with its holder, so a crash between here and the rename blocks no one. flock, since
-        # lockf would not keep two threads of one process apart.
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        is_mine = not os.path.exists(path)
-        if is_mine:
-            os.rename(temporary, path)
-        # Only now: whoever takes the lock of a new claim file finds the name taken.
-        with suppress(FileNotFoundError):
-            os.unlink(claim)
-    finally:
-        os.close(fd)
-    if not is_mine:
-        raise FileExistsError(errno.EEXIST, "exists already", path)
-
-
-def _write_durably(path: str, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _make_dirs(path: str) -> None:
-    """Make ``path`` and its parents; fsync the parent of each one made."""
-    missing = []
-    while path and not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(directory)
-        _fsync_dir(os.path.dirname(directory))
-
-
-def _fsync_dir(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        # Some network mounts refuse to sync a directory; they are durable at close or not at all.
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(fd)
