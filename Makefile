@@ -44,7 +44,7 @@ test: $(INSTALLED)
 
 # Hostile input, for minutes; `make test` replays the corpus and fuzzes for seconds.
 fuzz: $(INSTALLED)
-	$(BIN)/python scripts/fuzz.py --seconds 300
+	$(BIN)/python -m scripts.fuzz --seconds 180
 
 # Figures to look at, never a test: this machine may be busy.
 bench: $(INSTALLED)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
 from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
 from fsdp_ckpt.options import SaveMode, SaveOptions
@@ -19,6 +21,7 @@ from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
 from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.saving import Saver
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.writer.job import store_address
 
@@ -67,16 +70,21 @@ class CheckpointManager:
         self._group = RankGroup.of(timeout_s)
         # A rank may use up its deadline for writing before it reports.
         background = RankGroup.of(timeout_s + 2 * REPORT_GRACE_S, lingers=True)
+        # Restores read into the memory that saves copy into: it is touched once.
+        self._pool = ImagePool(self._options.max_in_flight, pin=torch.cuda.is_available())
         self._saver = Saver(
             self._root,
             self._group,
             background,
             self._options,
+            self._pool,
             address=store_address(root, fs_options),
             num_threads=num_threads,
             check=check_replicas,
         )
-        self._restorer = Restorer(self._root, self._group, fs_options, num_threads=num_threads)
+        self._restorer = Restorer(
+            self._root, self._group, fs_options, self._pool, num_threads=num_threads
+        )
         self._damaged: set[int] = set()  # steps that the last restore passed over as damaged
         self._closed = False
 
@@ -105,7 +113,10 @@ class CheckpointManager:
         """
         if not self._closed:
             self._closed = True
-            self._saver.close()
+            try:
+                self._saver.close()
+            finally:
+                self._pool.close()
 
     @property
     def writer_pid(self) -> int | None:

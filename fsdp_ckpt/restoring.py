@@ -37,6 +37,7 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.state.saved import RestorePlan, SavedState
 from fsdp_ckpt.storage.store import Store
 
@@ -55,15 +56,23 @@ class Restorer:
         root: The run's root.
         group: The ranks.
         options: For the reader's filesystem.
+        pool: Of buffers to read into.
         num_threads: Reads in flight, per rank.
     """
 
     def __init__(
-        self, root: Store, group: RankGroup, options: Mapping[str, Any], *, num_threads: int | None
+        self,
+        root: Store,
+        group: RankGroup,
+        options: Mapping[str, Any],
+        pool: ImagePool,
+        *,
+        num_threads: int | None,
     ) -> None:
         self._root = root
         self._group = group
         self._options = dict(options)
+        self._pool = pool
         self._num_threads = num_threads
 
     def restore(self, state: TrainState, step: int | None, allowed: Allowed) -> RestoreReport:
@@ -193,6 +202,7 @@ class _Restore:
         self._reader = ShardedStorageReader(
             restorer._root.child(step_folder(step)),
             num_threads=restorer._num_threads,
+            pool=restorer._pool,
             **restorer._options,
         )
         # A rank's own random states stay its own on another world size too.
@@ -215,7 +225,17 @@ class _Restore:
         unclaimed = group.common(planner.unclaimed)
         group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
         self._share_out(state, plan, saved)
-        fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+        try:
+            fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+            self._apply(state, plan, saved, fetched)
+        finally:
+            self._reader.release()
+        return self._report(plan, saved)
+
+    def _apply(
+        self, state: TrainState, plan: RestorePlan, saved: SavedState, fetched: Fetched
+    ) -> None:
+        group = self._group
         try:
             group.run("restoring the state", lambda: state.apply_plain_parts(plan, self._leaves))
         except CheckpointError:
@@ -223,11 +243,10 @@ class _Restore:
             raise
 
         def apply() -> None:
-            self._reader.deliver_tensors(fetched, planner)
+            self._reader.deliver_tensors(fetched, self._planner)
             state.apply(plan, self._leaves, saved.seed, group.rank)
 
         group.run("restoring the state", apply)
-        return self._report(plan, saved)
 
     def _compare(self, state: TrainState) -> tuple[SavedState, RestorePlan]:
         manifest = self._reader.checkpoint.manifest

@@ -14,8 +14,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fsdp_ckpt.commit.catalog import CheckpointInfo, step_folder
 from fsdp_ckpt.commit.publish import (
     new_attempt,
@@ -35,6 +33,7 @@ from fsdp_ckpt.persisting import Persister
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.replicas import CheckReplicas, check_replicas
 from fsdp_ckpt.save_handle import SaveHandle
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.staging import Stager
 from fsdp_ckpt.state.names import changes_in_step
 from fsdp_ckpt.storage.local import LocalStore
@@ -57,6 +56,7 @@ class Saver:
         group: The ranks; a second group, with a connection of its own, serves the background.
         background: That second group.
         options: How a save goes.
+        pool: Of buffers for images.
         address: Url and storage options with which another process opens the root; ``None`` if none can.
         num_threads: Threads that digest and write, per rank.
         check: What to do about replicas that are not equal; ``None`` warns, where looking costs little.
@@ -68,6 +68,7 @@ class Saver:
         group: RankGroup,
         background: RankGroup,
         options: SaveOptions,
+        pool: ImagePool,
         *,
         address: Mapping[str, Any] | None,
         num_threads: int | None,
@@ -81,7 +82,7 @@ class Saver:
         self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
         self._persister = Persister(background, group.timeout_s)
         self._stager = Stager(
-            root, self._persister, options, address=address, num_threads=num_threads
+            root, self._persister, options, pool, address=address, num_threads=num_threads
         )
         self._handles: list[SaveHandle] = []  # whose outcome no call has reported yet, oldest first
 
@@ -116,7 +117,6 @@ class Saver:
                     self._group.rank,
                     pool,
                     manifest=manifest if self._group.is_coordinator else None,
-                    pin=torch.cuda.is_available(),
                 ),
                 folder=step_folder(step),
                 mode=mode,

@@ -71,6 +71,7 @@ class Stager:
         root: Where the files go.
         persister: Has the writers.
         options: How a save goes.
+        pool: Of buffers for images.
         address: Url and storage options with which another process opens ``root``; ``None`` if none can.
         num_threads: Threads that digest and write, per rank.
     """
@@ -80,6 +81,7 @@ class Stager:
         root: Store,
         persister: Persister,
         options: SaveOptions,
+        pool: ImagePool,
         *,
         address: Mapping[str, Any] | None,
         num_threads: int | None,
@@ -89,7 +91,7 @@ class Stager:
         self._options = options
         self._address = address
         self._num_threads = num_threads
-        self._pool = ImagePool(options.max_in_flight)
+        self._pool = pool
         self._places = threading.Semaphore(options.max_in_flight)
         self._staged = threading.Event()  # of the newest snapshot
         self._staged.set()
@@ -186,11 +188,10 @@ class Stager:
         self._staged.wait()
 
     def close(self) -> None:
-        """Release the buffers; those in use when they are given back."""
+        """Let optimizers go on without asking."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        self._pool.close()
 
 
 def _failed(error: Exception) -> Snapshot:

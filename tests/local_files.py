@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from fsdp_ckpt.storage.local import DIRECT_BYTES, LocalStore
-from fsdp_ckpt.storage.shard_io import digest, read_ranges, write_shard
+from fsdp_ckpt.storage.shard_io import digest, write_shard
+from tests.shards import read_ranges
 
 PAGE = mmap.PAGESIZE
 BLOCK = 2 * DIRECT_BYTES

@@ -3,28 +3,33 @@
     manifest --layout--> which ranks' files hold a box --header--> where in the file --blocks--> bytes
 
 Invariant: no byte is handed out whose block's digest was not checked. Reads go into *source images*:
-buffers laid out like the data of the file they come from, of which only the needed blocks are touched.
+parts of one buffer, each laid out like the file it comes from, of which only the needed blocks are touched.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 from fsdp_ckpt.commit.holdings import held_tensors, list_names, names_between
 from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
-from fsdp_ckpt.commit.source_images import INLINE, Piece, SourceImages, reserve
+from fsdp_ckpt.commit.source_images import (
+    INLINE,
+    Piece,
+    SourceImages,
+    Span,
+    allocate_sparsely,
+    reserve,
+)
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import MAX_MANIFEST_BYTES, Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.plan.box import Box, byte_span, overlap
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, blocks_of, coalesce_blocks
-from fsdp_ckpt.storage.shard_io import digest, read_ranges
+from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, blocks_of, coalesce_blocks
+from fsdp_ckpt.storage.shard_io import digest, plan_reads, run_all
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
@@ -239,53 +244,70 @@ class Checkpoint:
         entry = self._own[rank][name]
         return Piece(rank, entry, entry.box)
 
-    def read(self, pieces: Iterable[Piece], num_threads: int | None = None) -> SourceImages:
+    def read(
+        self,
+        pieces: Iterable[Piece],
+        num_threads: int | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
+    ) -> SourceImages:
         """Read all pieces, verified.
 
         Args:
             pieces: What to read.
             num_threads: Reads in flight; by default as many as suit the store.
+            allocate: Number of bytes → page-aligned buffer, of which only what is read is touched.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
             StorageError: The store failed in a way that may pass.
         """
-        wanted: dict[int, set[int]] = {}
+        spans = self._spans(pieces)
+        rooms = {rank: -(-(span.stop - span.start) // PAGE_BYTES) for rank, span in spans.items()}
+        memory = (allocate or allocate_sparsely)(sum(rooms.values()) * PAGE_BYTES)
+        buffers = {INLINE: (0, memoryview(self._inline_image))}
+        calls: list[Callable[[], None]] = []
+        position = 0
+        for rank, span in spans.items():
+            part = memory[position : position + span.stop - span.start]
+            position += rooms[rank] * PAGE_BYTES
+            buffers[rank] = span.start, part
+            calls += self._reads(rank, span, part)
+        run_all(calls, num_threads or self.store.concurrency)
+        return SourceImages(buffers)
+
+    def _spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:
+        """Return, for each rank's file, the blocks that are wanted and from where to where they reach."""
+        spans: dict[int, Span] = {}
         for piece in pieces:
             entry = piece.entry
             if piece.rank == INLINE:
                 continue
             start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
             blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
-            wanted.setdefault(piece.rank, set()).update(blocks)
-        # Several files at once, or one by several threads.
-        num_threads = num_threads or self.store.concurrency
-        per_file = max(num_threads // max(len(wanted), 1), 1)
-        with ThreadPoolExecutor(num_threads, "fsdp_ckpt-files") as threads:
-            buffers = threads.map(
-                lambda rank: self._read_file(rank, wanted[rank], per_file), wanted
+            spans.setdefault(piece.rank, Span()).add(
+                blocks, entry, self.header(piece.rank).layout.data_bytes
             )
-            return SourceImages(
-                {INLINE: self._inline_image, **dict(zip(wanted, buffers, strict=True))}
-            )
+        return spans
 
-    def _read_file(self, rank: int, blocks: set[int], num_threads: int) -> mmap.mmap:
+    def _reads(self, rank: int, span: Span, buffer: memoryview) -> list[Callable[[], None]]:
         file, header = self.manifest.files[rank], self.header(rank)
-        data_bytes = header.layout.data_bytes
-        buffer = reserve(data_bytes)
-        with self._reading(rank):
-            read_ranges(
-                self.store,
-                file.name,
-                coalesce_blocks(blocks, data_bytes),
-                memoryview(buffer)[:data_bytes],
-                data_offset=file.data_offset,
-                block_bytes=BLOCK_BYTES,
-                digests=header.digests,
-                explain=lambda start, stop: list_names(names_between(header, start, stop)),
-                num_threads=num_threads,
-            )
-        return buffer
+        calls = plan_reads(
+            self.store,
+            file.name,
+            coalesce_blocks(span.blocks, header.layout.data_bytes),
+            buffer,
+            data_offset=file.data_offset,
+            block_bytes=BLOCK_BYTES,
+            digests=header.digests,
+            explain=lambda start, stop: list_names(names_between(header, start, stop)),
+            origin=span.start,
+        )
+
+        def guarded(call: Callable[[], None]) -> None:
+            with self._reading(rank):
+                call()
+
+        return [partial(guarded, call) for call in calls]
 
 
 def _refuse_claims(manifest: Manifest, where: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.holdings import list_names, names_between
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.image import BLOCK_BYTES
@@ -14,6 +15,7 @@ from fsdp_ckpt.storage.shard_io import digest
 __all__ = ["find_damage"]
 
 READ_BYTES = 8 * BLOCK_BYTES
+MAX_LACKING = 100
 
 
 def find_damage(checkpoint: Checkpoint, num_threads: int = 2) -> Iterator[CorruptCheckpointError]:
@@ -70,27 +72,23 @@ def _damaged_blocks(checkpoint: Checkpoint, rank: int, start: int) -> list[Corru
         block = buffer[at : at + BLOCK_BYTES]
         first, last = start + at, start + at + len(block)
         if digest(block) != header.digests[first // BLOCK_BYTES]:
-            names = [
-                e.name
-                for e in header.layout.entries
-                if e.byte_offset < last and first < e.byte_offset + e.num_bytes
-            ]
-            more = f" and {len(names) - 3} more tensors" if len(names) > 3 else ""
+            held = list_names(names_between(header, first, last))
             where = f"bytes {file.data_offset + first} to {file.data_offset + last}"
-            found.append(
-                _damaged(
-                    checkpoint, rank, f"{where} changed; they hold {', '.join(names[:3])}{more}"
-                )
-            )
+            found.append(_damaged(checkpoint, rank, f"{where} changed; they hold {held}"))
     return found
 
 
 def _lacking_chunks(checkpoint: Checkpoint) -> Iterator[CorruptCheckpointError]:
+    num_lacking = 0
     for row in checkpoint.manifest.tensors:
         try:
             checkpoint.file_pieces(row, Box.whole(row.shape))
         except CorruptCheckpointError as e:
             yield e
+            # What is found takes as long as the headers are; what is not could be any number.
+            num_lacking += 1
+            if num_lacking == MAX_LACKING:
+                return
 
 
 def _damaged(checkpoint: Checkpoint, rank: int, why: str) -> CorruptCheckpointError:

@@ -35,6 +35,7 @@ from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
 
@@ -68,6 +69,7 @@ class ShardedStorageReader(StorageReader):
     Args:
         path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
         num_threads: Reads in flight, per rank; by default as many as suit the store.
+        pool: Has buffers to read into, touched by earlier saves and loads; memory of its own by default.
         **storage_options: Passed to the fsspec filesystem.
     """
 
@@ -76,10 +78,13 @@ class ShardedStorageReader(StorageReader):
         path: str | os.PathLike[str] | Store,
         *,
         num_threads: int | None = None,
+        pool: ImagePool | None = None,
         **storage_options: Any,
     ) -> None:
         self._options = storage_options
         self._num_threads = num_threads
+        self._pool = pool
+        self._buffers: list[HostBuffer] = []  # of the pool, in use
         self._rank = 0
         self._world_size = 1
         self._keep_own: Callable[[str], bool] = lambda name: False
@@ -196,8 +201,21 @@ class ShardedStorageReader(StorageReader):
                 pieces.append((item, piece))
             else:
                 empty.append((item, checkpoint.rows[name]))
-        images = checkpoint.read((piece for _, piece in pieces), self._num_threads)
+        allocate = None if self._pool is None else self._allocate
+        images = checkpoint.read((piece for _, piece in pieces), self._num_threads, allocate)
         return Fetched(pieces, values, empty, absent, images)
+
+    def _allocate(self, num_bytes: int) -> memoryview:
+        if self._pool is None:
+            raise AssertionError("no pool")
+        buffer = self._pool.acquire(num_bytes)
+        self._buffers.append(buffer)
+        return memoryview(buffer.memory)
+
+    def release(self) -> None:
+        """Give back the buffers of what was fetched; nothing may look at it any more."""
+        while self._pool is not None and self._buffers:
+            self._pool.release(self._buffers.pop())
 
     def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
         """Put everything that was fetched into the live state.

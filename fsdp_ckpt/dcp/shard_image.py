@@ -54,7 +54,6 @@ class ShardImage:
         pool: ImagePool,
         *,
         manifest: Manifest | None = None,
-        pin: bool = False,
     ) -> ShardImage:
         """Take a buffer and put the header into it; copy everything that is not a tensor.
 
@@ -64,7 +63,6 @@ class ShardImage:
             rank: This rank.
             pool: Where the buffer comes from; the caller gives it back.
             manifest: On rank 0, the manifest so far, kept in the shard as a spare.
-            pin: Whether an accelerator copies into the image.
 
         Raises:
             CheckpointError: The header would be larger than safetensors allows.
@@ -86,7 +84,7 @@ class ShardImage:
         ).to_bytes()
         num_bytes = len(header) + contents.layout.data_bytes
         inline = contents.inline()
-        buffer = pool.acquire(num_bytes, pin=pin)
+        buffer = pool.acquire(num_bytes)
         buffer.memory[: len(header)] = header
         return cls(
             buffer=buffer,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from fsdp_ckpt.errors import CorruptCheckpointError
 from fsdp_ckpt.manifest.typed_json import Json
 
-__all__ = ["count", "counts", "text"]
+__all__ = ["count", "counts", "shown", "text"]
 
 
 def count(value: Json) -> int:
@@ -17,7 +17,7 @@ def count(value: Json) -> int:
         CorruptCheckpointError: It is not.
     """
     if type(value) is not int or not 0 <= value < 2**63:
-        raise CorruptCheckpointError(f"{str(value)[:40]} where a count is due")
+        raise CorruptCheckpointError(f"{shown(value)} where a count is due")
     return value
 
 
@@ -33,5 +33,10 @@ def text(value: Json) -> str:
         CorruptCheckpointError: It is not.
     """
     if type(value) is not str:
-        raise CorruptCheckpointError(f"{str(value)[:40]} where a text is due")
+        raise CorruptCheckpointError(f"{shown(value)} where a text is due")
     return value
+
+
+def shown(value: Json) -> str:
+    """Return a value as it may stand in a message: a container may be nested too deep to be printed."""
+    return f"a {type(value).__name__}" if isinstance(value, list | dict) else str(value)[:40]

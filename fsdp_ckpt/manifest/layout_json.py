@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fsdp_ckpt.errors import CorruptCheckpointError
-from fsdp_ckpt.manifest.fields import count, counts
+from fsdp_ckpt.manifest.fields import count, counts, text
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.layouts import (
@@ -19,6 +19,10 @@ from fsdp_ckpt.plan.layouts import (
 )
 
 __all__ = ["LayoutTable", "layouts_from_json"]
+
+MAX_AXES = 31
+# Meshes without a list of ranks take no room in the manifest, and as much memory as there are ranks.
+MAX_IMPLICIT_MESHES = 64
 
 
 class LayoutTable:
@@ -68,25 +72,39 @@ def layouts_from_json(meshes: Json, layouts: Json, max_ranks: int = 2**24) -> li
     Args:
         meshes: Field ``meshes``.
         layouts: Field ``layouts``.
-        max_ranks: Ranks of the largest mesh there can be; a shape alone could ask for any memory.
+        max_ranks: Ranks of the largest mesh there can be; shapes alone could ask for any memory.
 
     Raises:
         CorruptCheckpointError: Not of the schema. Also ``KeyError``, ``TypeError``, ``ValueError`` and
             ``IndexError``, which the manifest's reader maps.
     """
-    built = [_mesh_from_json(mesh, max_ranks) for mesh in meshes]
-    return [_layout_from_json(layout, built) for layout in layouts]
+    built: list[Mesh] = []
+    implied_ranks = 0
+    for encoded in meshes:
+        mesh = _mesh_from_json(encoded, max_ranks)
+        if "ranks" not in encoded:
+            implied_ranks += len(mesh.ranks)
+        if implied_ranks > MAX_IMPLICIT_MESHES * max_ranks:
+            raise CorruptCheckpointError(f"meshes of {implied_ranks} ranks, {max_ranks} there are")
+        built.append(mesh)
+    # One object each: what a layout computes once, it keeps.
+    known: dict[tuple[int, tuple[str, ...]], Layout] = {}
+    return [_layout_from_json(layout, built, known) for layout in layouts]
 
 
 def _mesh_from_json(encoded: Any, max_ranks: int) -> Mesh:
     shape = counts(encoded["shape"])
+    if len(shape) > MAX_AXES:
+        raise CorruptCheckpointError(f"a mesh of {len(shape)} axes, at most {MAX_AXES} expected")
     num_ranks = math.prod(shape)
     if not 0 < num_ranks <= max_ranks:
         raise CorruptCheckpointError(f"mesh of shape {shape} for at most {max_ranks} ranks")
     return Mesh(shape, counts(encoded["ranks"])) if "ranks" in encoded else Mesh.whole(shape)
 
 
-def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:
+def _layout_from_json(
+    encoded: Any, meshes: list[Mesh], known: dict[tuple[int, tuple[str, ...]], Layout]
+) -> Layout:
     if "chunks" in encoded:
         return ListedLayout(
             tuple(
@@ -94,8 +112,12 @@ def _layout_from_json(encoded: Any, meshes: list[Mesh]) -> Layout:
                 for rank, offsets, sizes in encoded["chunks"]
             )
         )
-    mesh = meshes[count(encoded["mesh"])]
+    position = count(encoded["mesh"])
+    mesh = meshes[position]
     if "flat" in encoded:
         shard_elements, start = counts(encoded["flat"])
         return FlatLayout(mesh, shard_elements, start)
-    return MeshLayout(mesh, tuple(Placement.parse(text) for text in encoded["placements"]))
+    key = (position, tuple(text(placement) for placement in encoded["placements"]))
+    if key not in known:
+        known[key] = MeshLayout(mesh, tuple(map(Placement.parse, key[1])))
+    return known[key]

@@ -8,7 +8,6 @@ The document ends with a digest of itself, so a torn or changed manifest is neve
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,93 +16,31 @@ from typing import Any
 import xxhash
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
-from fsdp_ckpt.manifest.fields import count, counts, text
+from fsdp_ckpt.manifest.fields import count, counts, shown, text
 from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
-from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
+from fsdp_ckpt.manifest.rows import FileRow, TensorRow, shard_name
+from fsdp_ckpt.manifest.strict_json import brief, parse_json
+from fsdp_ckpt.manifest.tree import (
+    Path,
+    path_from_json,
+    path_name,
+    path_to_json,
+    refuse_colliding_paths,
+    values_from_json,
+)
 from fsdp_ckpt.manifest.typed_json import Json
-from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.coverage import check_coverage
-from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.layouts import Chunks, Layout, MeshLayout
+from fsdp_ckpt.plan.layouts import ListedLayout
 
 __all__ = ["FORMAT_VERSION", "FileRow", "Manifest", "TensorRow", "shard_name"]
 
 FORMAT_NAME = "fsdp_ckpt"
 FORMAT_VERSION = 1
-INLINE_BYTES = 64
+# A million tensors and a million ranks take a fifth of it.
+MAX_MANIFEST_BYTES = 2**30
 _DIGEST_KEY = b',"digest":"'
-_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\.safetensors", re.ASCII)
-
-
-def shard_name(attempt: str, rank: int, world_size: int) -> str:
-    """Return a shard file's key, relative to the checkpoint."""
-    return f"{attempt}/rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
-    """One tensor.
-
-    Args:
-        path: Where it stands in the state.
-        dtype: Name of format version 1.
-        shape: Global shape.
-        layout: Rule that gives every rank's chunk.
-        replica: Which of the layout's replicas was written.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    layout: Layout
-    replica: int = 0
-
-    @property
-    def name(self) -> str:
-        """The path joined by dots."""
-        return path_name(self.path)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * itemsize(self.dtype)
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether the manifest holds its content too: a few bytes, the same on all ranks."""
-        layout = self.layout
-        return (
-            isinstance(layout, MeshLayout)
-            and layout.num_replicas == len(layout.ranks)
-            and 0 in layout.mesh.positions
-            and 0 < self.num_bytes <= INLINE_BYTES
-        )
-
-    def overlapping(self, wanted: Box) -> list[tuple[int, Box]]:
-        """Return (rank, chunk) for every stored chunk that shares an element with ``wanted``."""
-        return self.layout.overlapping(self.shape, self.replica, wanted)
-
-    @property
-    def chunks(self) -> Chunks:
-        """Every non-empty chunk and the rank whose file holds it."""
-        return self.layout.chunks(self.shape, self.replica)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRow:
-    """One shard file; its position among the rows is its rank.
-
-    Args:
-        name: Key relative to the checkpoint.
-        num_bytes: Size of the whole file.
-        data_offset: Where the header ends and the data starts, in bytes.
-        digest: xxh3_64 of the header's bytes, 16 hex digits; the header holds the data's digests.
-    """
-
-    name: str
-    num_bytes: int
-    data_offset: int
-    digest: str
+# Names that every file system and store takes as they are.
+_FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}/[A-Za-z0-9][\w.-]{0,199}\.safetensors", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,26 +129,28 @@ class Manifest:
             UnsupportedFormatError: Written by a newer version of the format.
         """
         try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as e:
-            raise CorruptCheckpointError(
-                f"{where}: not JSON ({e}); a torn write?", key=where
-            ) from e
-        if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
-            raise CorruptCheckpointError(f"{where}: not a manifest of fsdp_ckpt", key=where)
-        _check_version(document.get("version"), where)
+            document = parse_json(content)
+        except CorruptCheckpointError as e:
+            raise CorruptCheckpointError(f"{where}: {e}; a torn write?", key=where) from e
+        _check_format(document, where)
         body, found, tail = content.rpartition(_DIGEST_KEY)
         if not found or tail != xxhash.xxh3_64_hexdigest(body).encode() + b'"}':
             raise CorruptCheckpointError(f"{where}: the digest does not match; damaged", key=where)
+        return cls.from_json(document, where)
+
+    @classmethod
+    def from_json(cls, document: Any, where: str) -> Manifest:
+        """Parse and check what :meth:`to_json` returned; errors as of :meth:`from_bytes`."""
+        _check_format(document, where)
         try:
             return cls._from_document(document)
         except CheckpointError as e:
-            raise CorruptCheckpointError(f"{where}: {e}", key=where) from e
+            raise CorruptCheckpointError(f"{where}: {brief(e)}", key=where) from e
         except (
             KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError,
         ) as e:  # fmt: skip
             raise CorruptCheckpointError(
-                f"{where}: malformed manifest ({type(e).__name__}: {e})", key=where
+                f"{where}: malformed manifest ({type(e).__name__}: {brief(e)})", key=where
             ) from e
 
     @classmethod
@@ -244,14 +183,12 @@ class Manifest:
                 )
                 for name, num_bytes, data_offset, digest in document["files"]
             ),
-            values={path_from_json(path): value for path, value in document["values"]},
+            values=values_from_json(document["values"]),
             rank_local=tuple(path_from_json(path) for path in document["rank_local"]),
             partial=tuple(path_from_json(path) for path in document["partial"]),
             varying=tuple(path_from_json(path) for path in document["varying"]),
             inline={name: bytes.fromhex(data) for name, data in document["inline"].items()},
         )
-        if len(manifest.values) != len(document["values"]):
-            raise CorruptCheckpointError("two values have the same name")
         manifest.check()
         return manifest
 
@@ -263,6 +200,33 @@ class Manifest:
         """
         if self.world_size < 1 or len(self.files) != self.world_size:
             raise CorruptCheckpointError(f"{len(self.files)} files for {self.world_size} ranks")
+        self._check_files()
+        paths = [*self.values, *self.own_paths, *(t.path for t in self.tensors)]
+        refuse_colliding_paths(paths)
+        if len(set(map(path_name, paths))) != len(paths):
+            raise CorruptCheckpointError("two entries have the same name")
+        if max((row.layout.max_rank for row in self.tensors), default=0) >= self.world_size:
+            raise CorruptCheckpointError(
+                f"a layout of ranks beyond the {self.world_size} there are"
+            )
+        # Many rows may share one long list of chunks, which fits one shape.
+        proven: dict[tuple[int, int], tuple[int, ...]] = {}
+        sizes: dict[str, int] = {}
+        for row in self.tensors:
+            name, layout = row.name, row.layout
+            if type(layout) is not ListedLayout:
+                check_coverage(name, row.shape, layout, row.replica)
+            elif proven.get((id(layout), row.replica)) != row.shape:
+                check_coverage(name, row.shape, layout, row.replica)
+                proven[id(layout), row.replica] = row.shape
+            sizes[name] = row.num_bytes
+        for name, data in self.inline.items():
+            if sizes.get(name) != len(data):
+                raise CorruptCheckpointError(
+                    f"{name}: {len(data)} bytes inline, {sizes.get(name)} expected"
+                )
+
+    def _check_files(self) -> None:
         for file in self.files:
             if not _FILE_NAME.fullmatch(file.name) or ".." in file.name:
                 raise CorruptCheckpointError(f"file name {file.name[:80]!r} leaves the checkpoint")
@@ -270,32 +234,22 @@ class Manifest:
                 raise CorruptCheckpointError(
                     f"{file.name}: data at {file.data_offset} of {file.num_bytes}"
                 )
-        names = [
-            path_name(p) for p in (*self.values, *self.own_paths, *(t.path for t in self.tensors))
-        ]
-        if len(set(names)) != len(names):
-            raise CorruptCheckpointError("two entries have the same name")
-        if max((row.layout.max_rank for row in self.tensors), default=0) >= self.world_size:
-            raise CorruptCheckpointError(
-                f"a layout of ranks beyond the {self.world_size} there are"
-            )
-        for row in self.tensors:
-            itemsize(row.dtype)
-            check_coverage(row.name, row.shape, row.layout, row.replica)
-        sizes = {row.name: row.num_bytes for row in self.tensors}
-        for name, data in self.inline.items():
-            if sizes.get(name) != len(data):
-                raise CorruptCheckpointError(
-                    f"{name}: {len(data)} bytes inline, {sizes.get(name)} expected"
-                )
+        if len({file.name for file in self.files}) != len(self.files):
+            raise CorruptCheckpointError("two ranks have the same file")
+
+
+def _check_format(document: Any, where: str) -> None:
+    if not isinstance(document, dict) or document.get("format") != FORMAT_NAME:
+        raise CorruptCheckpointError(f"{where}: not a manifest of fsdp_ckpt", key=where)
+    _check_version(document.get("version"), where)
 
 
 def _check_version(version: Any, where: str) -> None:
     if type(version) is not int or version < 1:
-        raise CorruptCheckpointError(f"{where}: format version {version!r}", key=where)
+        raise CorruptCheckpointError(f"{where}: format version {shown(version)}", key=where)
     if version > FORMAT_VERSION:
         raise UnsupportedFormatError(
-            f"{where}: format version {version} is newer than {FORMAT_VERSION}, the newest this "
+            f"{where}: format version {shown(version)} is newer than {FORMAT_VERSION}, the newest this "
             "fsdp_ckpt reads; upgrade it",
             key=where,
         )

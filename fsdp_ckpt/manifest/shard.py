@@ -16,10 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
-from fsdp_ckpt.manifest.fields import count, counts, text
-from fsdp_ckpt.manifest.tree import Path, path_from_json, path_name, path_to_json
-from fsdp_ckpt.manifest.typed_json import Json
+from fsdp_ckpt.manifest.fields import count, counts, shown, text
+from fsdp_ckpt.manifest.strict_json import brief, parse_json, refuse_depth
+from fsdp_ckpt.manifest.tree import (
+    Path,
+    path_from_json,
+    path_name,
+    path_to_json,
+    values_from_json,
+)
+from fsdp_ckpt.manifest.typed_json import MAX_JSON_DEPTH, Json
 from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.plan.coverage import MAX_DIMS
 from fsdp_ckpt.plan.dtypes import stored_form
 from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, ImageLayout
 
@@ -116,14 +124,16 @@ class ShardHeader:
         try:
             if int.from_bytes(region[:8], "little") != len(region) - 8:
                 raise CorruptCheckpointError("the length field does not match")
-            header = json.loads(region[8:])
-            about = json.loads(header["__metadata__"]["fsdp_ckpt"])
+            header = parse_json(region[8:])
+            about = parse_json(header["__metadata__"]["fsdp_ckpt"])
             return cls._from_json(header, about)
         except CheckpointError as e:
-            raise CorruptCheckpointError(f"{where}: malformed shard header ({e})", key=where) from e
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as e:
             raise CorruptCheckpointError(
-                f"{where}: malformed shard header ({type(e).__name__}: {e})", key=where
+                f"{where}: malformed shard header ({brief(e)})", key=where
+            ) from e
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as e:
+            raise CorruptCheckpointError(
+                f"{where}: malformed shard header ({type(e).__name__}: {brief(e)})", key=where
             ) from e
 
     @classmethod
@@ -131,6 +141,10 @@ class ShardHeader:
         entries: list[Entry] = []
         paths: dict[str, Path] = {}
         own: set[str] = set()
+        if len(header) != len(about["entries"]) + 1:
+            raise CorruptCheckpointError(
+                f"{len(header) - 1} entries, {len(about['entries'])} are described"
+            )
         for key, (encoded, dtype, shape, offsets, *flags) in about["entries"].items():
             path = path_from_json(encoded)
             start, stop = counts(header[key]["data_offsets"])
@@ -142,14 +156,14 @@ class ShardHeader:
                 box=Box(counts(offsets), _sizes(header[key], dtype)),
                 byte_offset=start,
             )
-            if not len(entry.box.offsets) == len(entry.box.sizes) == len(entry.shape):
-                raise CorruptCheckpointError(f"{key}: a chunk of other dims than its tensor")
+            _check_box(entry)
             if stop - start != entry.num_bytes:
                 raise CorruptCheckpointError(
                     f"{key}: {stop - start} bytes, {entry.num_bytes} expected"
                 )
+            if paths.setdefault(entry.name, path) != path:
+                raise CorruptCheckpointError(f"{key}: two tensors have its name")
             entries.append(entry)
-            paths[entry.name] = path
             if "own" in flags:
                 own.add(entry.name)
         data_bytes = 0
@@ -159,7 +173,11 @@ class ShardHeader:
                     f"{entry.key}: overlaps another entry, or leaves a gap"
                 )
             data_bytes += entry.num_bytes
+        if len({(entry.name, entry.box.offsets) for entry in entries}) != len(entries):
+            raise CorruptCheckpointError("a chunk stands twice in the file")
         layout = ImageLayout(tuple(entries), data_bytes)
+        manifest = about.get("manifest")
+        refuse_depth([manifest], MAX_JSON_DEPTH)
         return cls(
             step=count(about["step"]),
             attempt=text(about["attempt"]),
@@ -168,11 +186,19 @@ class ShardHeader:
             layout=layout,
             paths=paths,
             own=frozenset(own),
-            values={path_from_json(path): value for path, value in about["values"]},
-            shared={path_from_json(path): value for path, value in about["shared"]},
+            values=values_from_json(about["values"]),
+            shared=values_from_json(about["shared"]),
             digests=_digests_from_json(about["digests"], layout.num_blocks),
-            manifest=about.get("manifest"),
+            manifest=manifest,
         )
+
+
+def _check_box(entry: Entry) -> None:
+    box, shape = entry.box, entry.shape
+    if not len(box.offsets) == len(box.sizes) == len(shape) <= MAX_DIMS:
+        raise CorruptCheckpointError(f"{entry.key}: a chunk of other dims than its tensor")
+    if any(a + n > length for a, n, length in zip(box.offsets, box.sizes, shape, strict=True)):
+        raise CorruptCheckpointError(f"{entry.key}: a chunk outside of its tensor")
 
 
 def _sizes(stored: Mapping[str, Any], dtype: str) -> tuple[int, ...]:
@@ -180,14 +206,14 @@ def _sizes(stored: Mapping[str, Any], dtype: str) -> tuple[int, ...]:
     shape = counts(stored["shape"])
     sizes = shape if stored_form(dtype, ()) == (dtype, ()) else shape[:-1]
     if stored_form(dtype, sizes) != (stored["dtype"], shape):
-        raise CorruptCheckpointError(f"{stored['dtype']} {list(shape)} for a chunk of {dtype}")
+        raise CorruptCheckpointError(f"{shown(stored['dtype'])} for a chunk of {dtype}")
     return sizes
 
 
 def _digests_from_json(encoded: Mapping[str, Any], num_blocks: int) -> tuple[str, ...]:
     if encoded["algorithm"] != DIGEST_ALGORITHM or encoded["block_bytes"] != BLOCK_BYTES:
         raise CorruptCheckpointError(
-            f"digests by {encoded['algorithm']} of {encoded['block_bytes']} bytes"
+            f"digests by {shown(encoded['algorithm'])} of {shown(encoded['block_bytes'])} bytes"
         )
     blocks = text(encoded["blocks"])
     if len(blocks) != num_blocks * DIGEST_HEX:

@@ -13,11 +13,13 @@ names are those that DCP's own planners give.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fsdp_ckpt.errors import CorruptCheckpointError, UnencodableStateError
-from fsdp_ckpt.manifest.typed_json import MAX_DEPTH, Json
+from fsdp_ckpt.manifest.fields import shown
+from fsdp_ckpt.manifest.strict_json import refuse_colliding, refuse_depth
+from fsdp_ckpt.manifest.typed_json import MAX_DEPTH, MAX_JSON_DEPTH, Json
 
 __all__ = [
     "ListIndex",
@@ -28,7 +30,9 @@ __all__ = [
     "path_from_json",
     "path_name",
     "path_to_json",
+    "refuse_colliding_paths",
     "unflatten",
+    "values_from_json",
 ]
 
 
@@ -42,6 +46,9 @@ class TupleIndex(int):
 
 Path: TypeAlias = tuple[Any, ...]
 
+# Of the ints up to here a few share a hash, of larger ones any number: see refuse_colliding.
+MAX_PLAIN_INT = 2**63
+MAX_LARGE_INTS = 1000
 _ATOMS = frozenset({str, int, float, bool, type(None)})  # holds nothing, and is never looked for
 
 
@@ -201,7 +208,7 @@ def path_from_json(encoded: Json) -> Path:
         CorruptCheckpointError: Not a path.
     """
     if not isinstance(encoded, list) or not encoded or len(encoded) > MAX_DEPTH + 1:
-        raise CorruptCheckpointError(f"not a path: {str(encoded)[:80]}")
+        raise CorruptCheckpointError(f"not a path: {shown(encoded)}")
     parts: list[Any] = []
     for part in encoded:
         match part:
@@ -212,5 +219,35 @@ def path_from_json(encoded: Json) -> Path:
             case [int(i), "tuple"] if type(i) is int and i >= 0:
                 parts.append(TupleIndex(i))
             case _:
-                raise CorruptCheckpointError(f"not a path: {str(encoded)[:80]}")
+                raise CorruptCheckpointError(f"not a path: it has {shown(part)}")
     return tuple(parts)
+
+
+def refuse_colliding_paths(paths: Sequence[Path]) -> None:
+    """Refuse paths that were made to have one hash, as a whole or by their elements.
+
+    Raises:
+        CorruptCheckpointError: More of them than ever by chance.
+    """
+    refuse_colliding(paths)
+    numbers = [part for path in paths for part in path if type(part) is not str]
+    num_large = sum(not -MAX_PLAIN_INT < number < MAX_PLAIN_INT for number in numbers)
+    if num_large > MAX_LARGE_INTS:
+        raise CorruptCheckpointError(
+            f"{num_large} numbers beyond 64 bits in paths, at most {MAX_LARGE_INTS} expected"
+        )
+
+
+def values_from_json(encoded: Json) -> dict[Path, Json]:
+    """Return the values of a list of (path, typed JSON) pairs.
+
+    Raises:
+        CorruptCheckpointError: A path is none or listed twice, or a value is nested too deep.
+    """
+    pairs = [(path_from_json(path), value) for path, value in encoded]
+    refuse_colliding_paths([path for path, _ in pairs])
+    refuse_depth((value for _, value in pairs), MAX_JSON_DEPTH)
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise CorruptCheckpointError("two values have the same name")
+    return values

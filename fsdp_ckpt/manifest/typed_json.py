@@ -15,9 +15,7 @@ import collections
 import enum
 import json
 import math
-import re
 import struct
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +23,25 @@ from typing import Any
 import numpy as np
 
 from fsdp_ckpt.errors import CorruptCheckpointError, UnencodableStateError
+from fsdp_ckpt.manifest.strict_json import brief, refuse_colliding
+from fsdp_ckpt.manifest.typed_leaves import (
+    decode_array,
+    decode_enum,
+    encode_array,
+    encode_enum,
+    encode_float,
+    typed,
+)
 
 __all__ = ["Codec", "Extension", "Json"]
 
 Json = Any  # JSON has no useful static type: nested dict, list, str, int, float, bool, None.
 
 MAX_DEPTH = 100
+# A level of a value takes at most three levels of JSON: an object, its list of pairs, a pair.
+MAX_JSON_DEPTH = 3 * MAX_DEPTH + 3
 # Ints of 4300 decimal digits and more are what Python refuses to print and to parse.
 MAX_PLAIN_INT_BITS = 4096
-_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9]\d{0,8}(\[\d{0,9}[a-zA-Z]{1,7}\])?", re.ASCII)
 _FACTORIES: dict[str, Any] = {
     cls.__name__: cls for cls in (int, float, str, bool, list, dict, set, tuple)
 }
@@ -98,13 +106,13 @@ class Codec:
         if encoder is not None:
             return {"$": kind.__name__, **encoder(self, value, key, depth)}
         if kind is float:
-            return value if math.isfinite(value) else _encode_float(value)
+            return value if math.isfinite(value) else encode_float(value)
         if isinstance(value, enum.Enum):
-            return {"$": "enum", **_encode_enum(value, key)}
+            return {"$": "enum", **encode_enum(value, key)}
         if isinstance(value, np.generic):
-            return {"$": "scalar", **_encode_array(np.asarray(value), key)}
+            return {"$": "scalar", **encode_array(np.asarray(value), key)}
         if kind is np.ndarray:
-            return {"$": "ndarray", **_encode_array(value, key)}
+            return {"$": "ndarray", **encode_array(value, key)}
         raise UnencodableStateError(
             f"{key}: a value of type {kind.__module__}.{kind.__qualname__} cannot be saved without "
             "pickle; turn it into plain data, tensors or arrays in its state_dict()",
@@ -143,7 +151,9 @@ class Codec:
         ) as e:  # fmt: skip
             if isinstance(e, CorruptCheckpointError):
                 raise
-            raise CorruptCheckpointError(f"malformed typed JSON: {type(e).__name__}: {e}") from e
+            raise CorruptCheckpointError(
+                f"malformed typed JSON: {type(e).__name__}: {brief(e)}"
+            ) from e
 
     def _decode(self, encoded: Json, depth: int) -> Any:
         # Each level of a value takes at most two levels of JSON.
@@ -160,77 +170,14 @@ class Codec:
             return self._extensions[tag].decode(encoded)
         decoder = _DECODERS.get(tag)
         if decoder is None:
-            raise CorruptCheckpointError(f"unknown type {tag!r} in typed JSON")
+            raise CorruptCheckpointError(f"unknown type {str(tag)[:40]!r} in typed JSON")
         return decoder(self, encoded, depth + 1)
 
 
-def _encode_float(value: float) -> Json:
-    # NaNs keep their payload, so a float is its eight bytes.
-    return {"$": "float", "v": struct.pack(">d", value).hex()}
-
-
-def _encode_array(array: np.ndarray, key: str) -> dict[str, Json]:
-    # Dtypes of other libraries call themselves raw bytes, and would come back as those.
-    if _DTYPE.fullmatch(array.dtype.str) is None or np.dtype(array.dtype.str) != array.dtype:
-        raise UnencodableStateError(
-            f"{key}: a numpy array of dtype {array.dtype} cannot be saved; use a plain dtype",
-            key=key,
-        )
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "v": data}
-
-
-def _decode_array(fields: Mapping[str, Json]) -> np.ndarray:
-    # numpy evaluates what stands in some dtype strings.
-    if _DTYPE.fullmatch(_typed(fields["dtype"], str)) is None:
-        raise CorruptCheckpointError(f"dtype {fields['dtype'][:40]!r} in typed JSON")
-    data = bytearray(base64.b64decode(fields["v"], validate=True))
-    shape = [_typed(n, int) for n in fields["shape"]]
-    if min(shape, default=0) < 0:
-        raise CorruptCheckpointError(f"array of shape {shape} in typed JSON")
-    return np.frombuffer(data, dtype=np.dtype(fields["dtype"])).reshape(shape)
-
-
-def _typed(value: Json, kind: type) -> Any:
-    if type(value) is not kind:
-        raise CorruptCheckpointError(
-            f"typed JSON holds {type(value).__name__} where {kind.__name__} is due"
-        )
-    return value
-
-
-def _encode_enum(value: enum.Enum, key: str) -> dict[str, Json]:
-    kind = type(value)
-    name = f"{kind.__module__}:{kind.__qualname__}"
-    # A class inside a function cannot be found again; flags that are combined have no name.
-    if _find_enum(name) is not kind or value.name not in kind.__members__:
-        raise UnencodableStateError(
-            f"{key}: {value!r} is no member of an enum at the top level of a module; save its value",
-            key=key,
-        )
-    return {"type": name, "v": value.name}
-
-
-def _decode_enum(fields: Mapping[str, Json]) -> enum.Enum:
-    kind = _find_enum(_typed(fields["type"], str))
-    if kind is None:
-        raise CorruptCheckpointError(
-            f"enum {fields['type']} is not defined in this program; import it before loading"
-        )
-    return kind.__members__[fields["v"]]
-
-
-def _find_enum(name: str) -> type[enum.Enum] | None:
-    # Only a class that the program has already imported: data never causes an import.
-    module_name, _, qualname = name.partition(":")
-    target: Any = sys.modules.get(module_name)
-    for part in qualname.split("."):
-        target = vars(target).get(part) if target is not None else None
-    return target if isinstance(target, type) and issubclass(target, enum.Enum) else None
-
-
 def _decode_pairs(codec: Codec, fields: Mapping[str, Json], depth: int) -> list[tuple[Any, Any]]:
-    return [(codec._decode(k, depth + 1), codec._decode(v, depth + 1)) for k, v in fields["v"]]
+    pairs = [(codec._decode(k, depth + 1), codec._decode(v, depth + 1)) for k, v in fields["v"]]
+    refuse_colliding(k for k, _ in pairs)
+    return pairs
 
 
 def _encode_defaultdict(
@@ -295,26 +242,32 @@ _ENCODERS: dict[type, _Encoder] = {
 
 
 def _sequence(codec: Codec, fields: Mapping[str, Json], depth: int) -> Sequence[Any]:
-    return [codec._decode(v, depth + 1) for v in _typed(fields["v"], list)]
+    return [codec._decode(v, depth + 1) for v in typed(fields["v"], list)]
+
+
+def _members(codec: Codec, fields: Mapping[str, Json], depth: int) -> Sequence[Any]:
+    members = _sequence(codec, fields, depth)
+    refuse_colliding(members)
+    return members
 
 
 _Decoder = Callable[[Codec, Mapping[str, Json], int], Any]
 _DECODERS: dict[str, _Decoder] = {
     "tuple": lambda c, f, d: tuple(_sequence(c, f, d)),
-    "set": lambda c, f, d: set(_sequence(c, f, d)),
-    "frozenset": lambda c, f, d: frozenset(_sequence(c, f, d)),
+    "set": lambda c, f, d: set(_members(c, f, d)),
+    "frozenset": lambda c, f, d: frozenset(_members(c, f, d)),
     "deque": lambda c, f, d: collections.deque(_sequence(c, f, d), maxlen=f["maxlen"]),
     "bytes": lambda c, f, d: base64.b64decode(f["v"], validate=True),
     "bytearray": lambda c, f, d: bytearray(base64.b64decode(f["v"], validate=True)),
     "complex": lambda c, f, d: complex(*struct.unpack(">dd", bytes.fromhex(f["v"]))),
     "float": lambda c, f, d: struct.unpack(">d", bytes.fromhex(f["v"]))[0],
-    "int": lambda c, f, d: int(_typed(f["v"], str), 16),
-    "range": lambda c, f, d: range(*(_typed(n, int) for n in f["v"])),
+    "int": lambda c, f, d: int(typed(f["v"], str), 16),
+    "range": lambda c, f, d: range(*(typed(n, int) for n in f["v"])),
     "dict": lambda c, f, d: dict(_decode_pairs(c, f, d)),
     "OrderedDict": lambda c, f, d: collections.OrderedDict(_decode_pairs(c, f, d)),
     "Counter": lambda c, f, d: collections.Counter(dict(_decode_pairs(c, f, d))),
     "defaultdict": _decode_defaultdict,
-    "enum": lambda c, f, d: _decode_enum(f),
-    "scalar": lambda c, f, d: _decode_array(f).reshape(())[()],
-    "ndarray": lambda c, f, d: _decode_array(f),
+    "enum": lambda c, f, d: decode_enum(f),
+    "scalar": lambda c, f, d: decode_array(f).reshape(())[()],
+    "ndarray": lambda c, f, d: decode_array(f),
 }

@@ -50,6 +50,13 @@ class HostBuffer:
     def _address(self) -> int:
         return torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
 
+    def trim(self, num_bytes: int) -> None:
+        """Give back the memory beyond ``num_bytes``; it can be used again."""
+        kept = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if kept < len(self):
+            os.ftruncate(self.fd, kept)
+            os.ftruncate(self.fd, len(self))
+
     def close(self) -> None:
         """Give the memory back, or leave that to the last tensor that still looks at it."""
         if self.fd < 0:
@@ -73,26 +80,29 @@ class ImagePool:
 
     Args:
         keep: Free buffers to hold on to.
+        pin: Page-lock them; see :class:`HostBuffer`.
     """
 
-    def __init__(self, keep: int = 1) -> None:
+    def __init__(self, keep: int = 1, *, pin: bool = False) -> None:
         self._keep = keep
+        self._pin = pin
         self._free: list[HostBuffer] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    def acquire(self, num_bytes: int, *, pin: bool = False) -> HostBuffer:
+    def acquire(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of at least ``num_bytes``; its content is arbitrary."""
         with self._lock:
             fitting = [b for b in self._free if len(b) >= num_bytes]
             if fitting:
                 buffer = min(fitting, key=len)
                 self._free.remove(buffer)
+                buffer.trim(num_bytes)
                 return buffer
             too_small, self._free = self._free, []  # for today's shard, so for the next one too
         for buffer in too_small:
             buffer.close()
-        return HostBuffer(num_bytes, pin=pin)
+        return HostBuffer(num_bytes, pin=self._pin)
 
     def release(self, buffer: HostBuffer) -> None:
         """Give a buffer back."""

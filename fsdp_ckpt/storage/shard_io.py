@@ -7,16 +7,17 @@ read:   whole blocks straight into the caller's buffer, each verified as it arri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import xxhash
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
-__all__ = ["digest", "read_ranges", "write_shard"]
+__all__ = ["digest", "plan_reads", "run_all", "write_shard"]
 
 READ_BYTES = 16 * 1024 * 1024
 WRITE_BYTES = 16 * 1024 * 1024
@@ -76,7 +77,7 @@ def write_shard(
             if start >= head and not writer.ordered:
                 writer.write_at(start, image[start:stop])
 
-        _run(put, body, num_threads or store.concurrency)
+        run_all((partial(put, *span) for span in body), num_threads or store.concurrency)
         header = seal(digests)
         if len(header) != data_offset:
             raise AssertionError(f"header of {len(header)} bytes in a region of {data_offset}")
@@ -107,12 +108,10 @@ def _cut(
     return head, list(zip(starts, [*starts[1:], num_bytes], strict=True))
 
 
-def _run(
-    action: Callable[[int, int], None], spans: Iterable[tuple[int, int]], num_threads: int
-) -> None:
-    """Run ``action`` on every span, in several threads; the first failure ends it."""
+def run_all(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
+    """Make all calls, in several threads; the first failure ends it."""
     with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io") as threads:
-        pending = [threads.submit(action, *span) for span in spans]
+        pending = [threads.submit(call) for call in calls]
         try:
             for future in pending:
                 future.result()
@@ -121,7 +120,7 @@ def _run(
             raise
 
 
-def read_ranges(
+def plan_reads(
     store: Store,
     key: str,
     ranges: Iterable[tuple[int, int]],
@@ -131,33 +130,34 @@ def read_ranges(
     block_bytes: int,
     digests: Sequence[str],
     explain: Callable[[int, int], str],
-    num_threads: int | None = None,
-) -> None:
-    """Read parts of a shard's data, verified, into the same positions of ``buffer``.
+    origin: int = 0,
+) -> Iterator[Callable[[], None]]:
+    """Cut the reading of parts of a shard's data into calls, for any threads; each verifies its part.
 
     Args:
         store: Where from.
         key: The shard's key.
         ranges: Half-open byte ranges of the data; each starts on a block and ends on one or with the data.
-        buffer: The data's length in bytes; only the ranges are touched.
+        buffer: For the data from ``origin`` on; only the ranges are touched.
         data_offset: Start of the data in the file, in bytes.
         block_bytes: Bytes per digest.
         digests: Expected digests, one per block.
         explain: (start, stop) of a block → what it holds, for the error.
-        num_threads: Reads in flight; by default as many as suit the store.
+        origin: Byte of the data with which ``buffer`` begins.
 
     Raises:
-        CorruptCheckpointError: A block's digest differs.
-        StorageError: The store failed, or the file is too short.
+        CorruptCheckpointError: By a call: a block's digest differs.
+        StorageError: By a call: the store failed, or the file is too short.
     """
     # A piece is some whole blocks, so that every digest is checked while its bytes are in the cache.
     piece = max(READ_BYTES // block_bytes, 1) * block_bytes
 
     def read(start: int, stop: int) -> None:
-        store.read_into(key, data_offset + start, buffer[start:stop])
+        store.read_into(key, data_offset + start, buffer[start - origin : stop - origin])
         for at in range(start, stop, block_bytes):
             end = min(at + block_bytes, stop)
-            found, expected = digest(buffer[at:end]), digests[at // block_bytes]
+            found = digest(buffer[at - origin : end - origin])
+            expected = digests[at // block_bytes]
             if found != expected:
                 raise CorruptCheckpointError(
                     f"{key}: bytes {data_offset + at} to {data_offset + end} are damaged (digest {found}, "
@@ -165,7 +165,6 @@ def read_ranges(
                     key=key,
                 )
 
-    pieces = [
-        (at, min(at + piece, stop)) for start, stop in ranges for at in range(start, stop, piece)
-    ]
-    _run(read, pieces, num_threads or store.concurrency)
+    for first, last in ranges:
+        for at in range(first, last, piece):
+            yield partial(read, at, min(at + piece, last))

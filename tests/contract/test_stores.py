@@ -30,7 +30,8 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.storage import ObjectWriter, Store, open_store
 from fsdp_ckpt.storage.fsspec_store import FsspecStore
 from fsdp_ckpt.storage.local import LocalStore
-from fsdp_ckpt.storage.shard_io import digest, read_ranges, write_shard
+from fsdp_ckpt.storage.shard_io import digest, write_shard
+from tests.shards import read_ranges
 
 OpenStore = Callable[[], Store]
 
