@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from fsspec.core import split_protocol
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.locate import locate_checkpoint
+from fsdp_ckpt.errors import CheckpointError
 from fsdp_ckpt.hf.layout import OutputFile, index_of, lay_out_files
 from fsdp_ckpt.hf.output import open_output, read_companions
 from fsdp_ckpt.hf.source import check_source, left_out_names, model_rows, read_window
 from fsdp_ckpt.manifest.tree import path_name
+from fsdp_ckpt.storage.in_order import InOrderWriter
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
@@ -37,7 +39,6 @@ WINDOW_BYTES = 256 * 1024 * 1024
 # Where a window's part of a source file ends inside a 4 MiB block, the next window reads that block again:
 # with 16 MiB per file, at most a quarter more than the bytes needed.
 WINDOW_BYTES_PER_FILE = 16 * 1024 * 1024
-WRITE_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,8 @@ def consolidate(
     buffer = _make_buffer(files, window_bytes, manifest.world_size)
     try:
         for file in files:
-            writer = output.write(file.name, len(file.header()) + file.data_bytes)
+            num_bytes = len(file.header()) + file.data_bytes
+            writer = InOrderWriter(output.write(file.name, num_bytes), num_bytes, num_threads)
             _write_file(checkpoint, file, writer, buffer, num_threads)
             logger.info(
                 "wrote %s, %d bytes of tensors, for %s", file.name, file.data_bytes, store.url
@@ -180,23 +182,10 @@ def _write_file(
         position = len(header)
         for window in file.windows(len(buffer)):
             data = read_window(checkpoint, window, buffer, num_threads)
-            _put(writer, position, data, num_threads)
+            writer.write_at(position, data)
             position += len(data)
         writer.commit()
     except BaseException:
-        writer.abort()
+        with suppress(CheckpointError):  # the first error is the one to know
+            writer.abort()
         raise
-
-
-def _put(writer: ObjectWriter, byte_offset: int, data: memoryview, num_threads: int) -> None:
-    def put(start: int) -> None:
-        writer.write_at(byte_offset + start, data[start : start + WRITE_BYTES])
-
-    starts = range(0, len(data), WRITE_BYTES)
-    if writer.ordered:
-        for start in starts:
-            put(start)
-        return
-    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-put") as threads:
-        for _ in threads.map(put, starts):
-            pass

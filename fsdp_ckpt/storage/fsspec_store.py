@@ -1,10 +1,12 @@
 """Any store that fsspec knows.
 
-Listings never come from a cache: another process's commit must be seen at once.
+Listings never come from a cache: another process's commit must be seen at once. A process uses only a
+filesystem that it made itself: fsspec's thread does not survive a fork.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,8 +22,12 @@ from fsdp_ckpt.errors import (
     StorageError,
     describe,
 )
+from fsdp_ckpt.storage.retry import is_transient
 
-__all__ = ["FsspecStore"]
+__all__ = ["FsspecStore", "without_credentials"]
+
+# What was made before a fork: to close its connections here would disturb the parent's.
+_inherited: list[Any] = []
 
 
 class FsspecStore:
@@ -36,13 +42,25 @@ class FsspecStore:
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
         self._url = url if url.endswith("://") else url.rstrip("/")
-        # Messages and reports show it: without user name and password.
-        self.url = re.sub(r"://[^/@]*@", "://", self._url)
+        # Messages and reports show it.
+        self.url = without_credentials(self._url)
         self._options = dict(storage_options or {})
+        self._open()
+
+    def _open(self) -> None:
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(self._url, **self._options)
+            self._opened, self._root = fsspec.core.url_to_fs(self._url, **self._options)
         except (ValueError, ImportError) as e:
             raise StorageError(f"{self.url}: {e}", key=self.url) from e
+        self._pid = os.getpid()
+
+    @property
+    def _fs(self) -> Any:
+        # No lock: after a fork, another thread of the parent might hold it for ever.
+        if self._pid != os.getpid():
+            _inherited.append(self._opened)
+            self._open()
+        return self._opened
 
     def child(self, key: str) -> FsspecStore:
         """Return the store rooted at ``key``."""
@@ -138,7 +156,13 @@ class FsspecStore:
         except FileExistsError as e:
             raise AlreadyCommittedError(f"{where}: exists already", key=key) from e
         except Exception as e:  # filesystems let errors of their own client libraries through
-            raise StorageError(f"{where}: {describe(e)}", key=key) from e
+            text = without_credentials(describe(e))
+            raise StorageError(f"{where}: {text}", retryable=is_transient(e), key=key) from e
+
+
+def without_credentials(text: str) -> str:
+    """Return ``text`` with the user names and passwords in its URLs left out."""
+    return re.sub(r"://[^/@\s]*@", "://", text)
 
 
 class FsspecWriter:

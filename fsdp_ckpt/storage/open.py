@@ -9,7 +9,7 @@ from typing import Any
 from fsspec.core import split_protocol
 
 from fsdp_ckpt.errors import StorageError
-from fsdp_ckpt.storage.fsspec_store import FsspecStore
+from fsdp_ckpt.storage.fsspec_store import FsspecStore, without_credentials
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
 
@@ -42,4 +42,16 @@ def open_store(url: str | os.PathLike[str] | Store, **storage_options: Any) -> S
     protocol, path = split_protocol(text)
     if protocol in (None, "file", "local"):
         return LocalStore(path)
+    if protocol in ("s3", "s3a"):
+        return _open_s3(text, storage_options)
     return FsspecStore(text, storage_options)
+
+
+def _open_s3(url: str, storage_options: dict[str, Any]) -> Store:
+    try:
+        # Not at the top: s3fs is an extra, and takes half a second to load.
+        from fsdp_ckpt.storage.s3 import S3Store
+    except ImportError as e:
+        shown = without_credentials(url)
+        raise StorageError(f"{shown}: {e}; pip install 'fsdp-ckpt[s3]'", key=shown) from e
+    return S3Store(url, storage_options)
