@@ -127,7 +127,7 @@ class RetryPolicy:
     longest_wait_s: float = 20.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    draw: Callable[[], float] = random.random
+    draw: Callable[[], float] = random.Random().random
 
     def __post_init__(self) -> None:
         if self.max_tries < 1:
