@@ -22,6 +22,7 @@ import xxhash
 
 from fsdp_ckpt.dcp.state_view import bytes_of
 from fsdp_ckpt.errors import RankFailureError
+from fsdp_ckpt.manifest.last_result import LastResult
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.plan.dtypes import itemsize
@@ -29,6 +30,7 @@ from fsdp_ckpt.plan.layouts import FlatLayout, MeshLayout
 from fsdp_ckpt.state.names import changes_in_step
 
 if TYPE_CHECKING:
+    from fsdp_ckpt.dcp.agreement import Agreement
     from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
     from fsdp_ckpt.ranks import RankGroup
 
@@ -64,17 +66,10 @@ def check_replicas(
     """
     if check == "off" or group.world_size == 1:
         return
-    rows = [row for row in planner.agreement.tensors if changes_in_step(row.name, parameters)]
+    rows, replicated, is_cheap = _rows_to_compare(planner, planner.agreement, parameters)
     drifted = _drifted_plain(planner, rows)
-    replicated = [
-        row
-        for row in rows
-        if isinstance(row.layout, MeshLayout | FlatLayout)
-        and row.layout.num_replicas > 1
-        and not planner.is_plain(row.name)
-    ]
     # The same rows on all ranks, so that all exchange or none.
-    if replicated and (check is not None or _is_cheap(replicated, planner.agreement.tensors)):
+    if replicated and (check is not None or is_cheap):
         drifted += _drifted_shards(planner, group, replicated)
     if not drifted:
         return
@@ -92,6 +87,22 @@ def check_replicas(
         logger.warning(text)
 
 
+@LastResult
+def _rows_to_compare(
+    planner: ShardSavePlanner, agreement: Agreement, parameters: Collection[str]
+) -> tuple[list[TensorRow], list[TensorRow], bool]:
+    """Return what must be equal, what of that is in replicated shards, and whether those are few bytes."""
+    rows = [row for row in agreement.tensors if changes_in_step(row.name, parameters)]
+    replicated = [
+        row
+        for row in rows
+        if isinstance(row.layout, MeshLayout | FlatLayout)
+        and row.layout.num_replicas > 1
+        and not planner.is_plain(row.name)
+    ]
+    return rows, replicated, bool(replicated) and _is_cheap(replicated, agreement.tensors)
+
+
 def _is_cheap(replicated: list[TensorRow], rows: tuple[TensorRow, ...]) -> bool:
     return _bytes_per_rank(replicated) <= CHEAP_SHARE * _bytes_per_rank(rows)
 
@@ -107,6 +118,8 @@ def _bytes_per_rank(rows: list[TensorRow] | tuple[TensorRow, ...]) -> float:
 def _drifted_plain(planner: ShardSavePlanner, rows: list[TensorRow]) -> list[Drift]:
     """Return plain tensors from which a rank differs: the agreement has compared them."""
     agreement = planner.agreement
+    if not agreement.varying:
+        return []
     varying = {path_name(path) for path in agreement.varying}
     found = []
     for row in rows:

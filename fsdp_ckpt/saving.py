@@ -80,6 +80,7 @@ class Saver:
         self._check = check
         self._planner = ShardSavePlanner()
         self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
+        self._named: tuple[str, frozenset[str]] = "", frozenset()  # parameters of a structure
         self._persister = Persister(background, group.timeout_s)
         self._stager = Stager(
             root, self._persister, options, pool, address=address, num_threads=num_threads
@@ -106,7 +107,7 @@ class Saver:
             attempt = self._decide(state, mode, place.is_free, replace_damaged)
             if attempt is None:
                 return SaveHandle(step, timeout_s, is_skipped=True)
-            parameters = state.parameter_names()
+            parameters = self._parameter_names(state)
             check_replicas(self._planner, self._group, self._check, parameters)
             manifest = self._planner.draft_manifest()
             snapshot = self._stager.stage(
@@ -134,6 +135,11 @@ class Saver:
         if mode == "sync":
             handle.wait()
         return handle
+
+    def _parameter_names(self, state: TrainState) -> frozenset[str]:
+        if self._named[0] != self._planner.structure:
+            self._named = self._planner.structure, state.parameter_names()
+        return self._named[1]
 
     def _publisher(
         self, draft: Manifest, attempt: Attempt, *, replace_damaged: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +96,7 @@ class Stager:
         self._staged = threading.Event()  # of the newest snapshot
         self._staged.set()
         self._hook: RemovableHandle | None = None
+        self._copier = ThreadPoolExecutor(1, "fsdp_ckpt-copy")
 
     @contextmanager
     def take_image(self, on_busy: OnBusy, timeout_s: float) -> Iterator[ImagePlace]:
@@ -172,8 +173,7 @@ class Stager:
         if mode == "lazy":
             self._hold_steps()
             copy(lambda entry: not is_late(entry), is_last=False)
-            # Not a daemon: a program that ends now still gets its checkpoint.
-            threading.Thread(target=copy, args=(is_late,), name="fsdp_ckpt-copy").start()
+            self._copier.submit(copy, is_late)
         else:
             copy(None)
         return Snapshot(pending.future, lambda digest: image.receipt(digest).to_json(), staged)
@@ -188,7 +188,8 @@ class Stager:
         self._staged.wait()
 
     def close(self) -> None:
-        """Let optimizers go on without asking."""
+        """Let optimizers go on without asking, and end the copying thread."""
+        self._copier.shutdown()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -22,7 +22,7 @@ from bench_parts.clock import Clock, Spans, Times, combine, run_rounds, speed
 from bench_parts.dcp import DcpSaves
 from bench_parts.limits import PlainBuffer, align, drop_cached, share_of
 from bench_parts.report import Goal, report
-from bench_parts.training import Training
+from bench_parts.training import Training, over_tcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from fsdp_ckpt import CheckpointManager, SaveOptions
@@ -133,7 +133,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-load-", dir=args.folder) as root:
         for num_ranks in NUM_LOADED:
             ranks = run_ranks(
-                measure, num_ranks, root, state_bytes, num_rounds, timeout_s=60 + 30 * num_rounds
+                measure,
+                num_ranks,
+                root,
+                state_bytes,
+                num_rounds,
+                timeout_s=60 + 30 * num_rounds,
+                env=over_tcp(),
             ).values
             times |= combine([spans for _, spans in ranks])
     num_bytes = sum(count for count, _ in ranks)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench_parts.clock import Clock, Spans, Times, combine, run_rounds
 from bench_parts.report import Goal, report
-from bench_parts.training import Training
+from bench_parts.training import Training, over_tcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fsdp_ckpt import CheckpointManager, SaveOptions
@@ -203,6 +203,7 @@ def main() -> int:
                 num_rounds,
                 1 if args.quick else len(TUNINGS),
                 timeout_s=60 + 120 * num_rounds,
+                env=over_tcp(),
             ).values
         found = combine([spans for _, spans in ranks])
         times |= {f"{name} {method}": seconds for method, seconds in found.items()}

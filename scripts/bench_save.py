@@ -31,7 +31,7 @@ from bench_parts.clock import Clock, Spans, Times, combine, run_rounds, speed
 from bench_parts.dcp import DcpSaves
 from bench_parts.limits import PlainBuffer
 from bench_parts.report import Goal, report
-from bench_parts.training import Training
+from bench_parts.training import Training, over_tcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from fsdp_ckpt import CheckpointManager, SaveHandle, SaveOptions
@@ -269,6 +269,7 @@ def main() -> int:
             num_rounds,
             args.quick,
             timeout_s=60 + 60 * num_rounds,
+            env=over_tcp(),
         ).values
     times = combine([spans for _, spans, _ in ranks])
     for name in ranks[0][2]:

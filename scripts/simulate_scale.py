@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
+from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt
 from fsdp_ckpt.dcp.agreement import agree
 from fsdp_ckpt.dcp.load_planner import read_items
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
 from fsdp_ckpt.dcp.summary import Item, Summary
-from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt
 from fsdp_ckpt.dcp.writer import ShardedStorageWriter
 from fsdp_ckpt.manifest.schema import shard_name
 from fsdp_ckpt.manifest.tree import Path, path_name, path_to_json

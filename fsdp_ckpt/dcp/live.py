@@ -16,7 +16,15 @@ from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.layouts import FlatLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.state.local_shards import LocalShards
 
-__all__ = ["CODEC", "EXTENSIONS", "LiveTensor", "describe_tensor", "dtype_name", "torch_dtype"]
+__all__ = [
+    "CODEC",
+    "EXTENSIONS",
+    "LiveTensor",
+    "describe_tensor",
+    "dtype_name",
+    "plain_tensor",
+    "torch_dtype",
+]
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
@@ -107,7 +115,7 @@ def describe_tensor(
         box = layout.box_of(shape, rank)
         if box is None:
             return LiveTensor(dtype, shape, layout, ())
-        local = _plain(tensor.to_local().detach(), name)
+        local = plain_tensor(tensor.to_local().detach(), name)
         if tuple(local.shape) != box.sizes:
             raise UnencodableStateError(
                 f"{name}: rank {rank} holds {list(local.shape)} of a tensor of {list(shape)}, where its "
@@ -115,11 +123,13 @@ def describe_tensor(
                 key=name,
             )
         return LiveTensor(dtype, shape, layout, ((box, local),))
-    return LiveTensor(dtype, shape, None, ((Box.whole(shape), _plain(tensor.detach(), name)),))
+    return LiveTensor(
+        dtype, shape, None, ((Box.whole(shape), plain_tensor(tensor.detach(), name)),)
+    )
 
 
-def _plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Refuse what has no bytes of its own to store."""
+def plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return ``tensor`` when its bytes are there; refuse what has no bytes of its own to store."""
     if hasattr(tensor, "wait"):  # AsyncCollectiveTensor
         tensor = tensor.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

@@ -58,6 +58,7 @@ class ShardSavePlanner(SavePlanner):
         self._agreement: Agreement | None = None
         self._layout: ImageLayout | None = None
         self._paths: dict[str, Path] = {}  # of the layout's entries
+        self._own_tensors: frozenset[str] = frozenset()
         self._inline_names: list[str] | None = None
         self._rank = 0
         self._world_size = 1
@@ -125,11 +126,12 @@ class ShardSavePlanner(SavePlanner):
             chunks = [*agreement.chunks_of(self._rank), *self._own_chunks(own)]
             self._layout = ImageLayout.pack(chunks)
             self._paths = {e.name: view.path_of(e.name) for e in self._layout.entries}
+            self._own_tensors = frozenset(name for name in own if view.has_tensor(name))
         return Contents(
             layout=self._layout,
             paths=self._paths,
             resolve=lambda entry: self._resolve(entry, own),
-            own=frozenset(name for name in own if view.has_tensor(name)),
+            own=self._own_tensors,
             own_values={view.path_of(n): v for n, v in view.values.items() if n in own},
             inline=self._inline,
             global_values={
@@ -154,6 +156,9 @@ class ShardSavePlanner(SavePlanner):
                 yield name, live.dtype, shape, Box.whole(shape)
 
     def _resolve(self, entry: Entry, own: frozenset[str]) -> torch.Tensor:
+        quick = self._view.local_dtensor(entry.name)
+        if quick is not None and quick.shape == entry.box.sizes:
+            return quick
         if entry.name in own:
             return self._view.live(entry.name).local
         return self._part(entry.name, entry.box.offsets)

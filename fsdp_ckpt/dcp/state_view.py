@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt.dcp.leaves import LIVE_TENSOR, StateSkeleton, leaves_of
-from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor
+from fsdp_ckpt.dcp.live import CODEC, LiveTensor, describe_tensor, plain_tensor
 from fsdp_ckpt.dcp.summary import Item, Summary
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.manifest.typed_json import Json
@@ -112,6 +112,16 @@ class StateView:
             leaf = self._leaves[self._index[name]]
             self._live[name] = describe_tensor(leaf, name, self._rank, self._layouts)
         return self._live[name]
+
+    def local_dtensor(self, name: str) -> torch.Tensor | None:
+        """Return this rank's part of a DTensor, of which it has one; ``None`` for other tensors.
+
+        Its layout is not looked at: it was compared when the structure was found to be the same.
+        """
+        leaf = self._leaves[self._index[name]]
+        if not isinstance(leaf, DTensor):
+            return None
+        return plain_tensor(leaf.to_local().detach(), name)
 
     def content(self) -> str:
         """Return a digest of everything that is expected to be equal on all ranks.

@@ -17,6 +17,7 @@ import xxhash
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedFormatError
 from fsdp_ckpt.manifest.fields import count, counts, shown, text
+from fsdp_ckpt.manifest.last_result import LastResult
 from fsdp_ckpt.manifest.layout_json import LayoutTable, layouts_from_json
 from fsdp_ckpt.manifest.rows import FileRow, TensorRow, shard_name
 from fsdp_ckpt.manifest.strict_json import brief, parse_json
@@ -87,11 +88,6 @@ class Manifest:
 
     def to_json(self) -> dict[str, Json]:
         """Return the document without its digest."""
-        table = LayoutTable()
-        rows = [
-            [path_to_json(t.path), t.dtype, list(t.shape), table.add(t.layout), t.replica]
-            for t in self.tensors
-        ]
         return {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
@@ -101,8 +97,7 @@ class Manifest:
             "world_size": self.world_size,
             "created": self.created,
             "library": self.library,
-            **table.to_json(),
-            "tensors": rows,
+            **_tables_to_json(self.tensors),
             "files": [[f.name, f.num_bytes, f.data_offset, f.digest] for f in self.files],
             "values": [[path_to_json(path), value] for path, value in self.values.items()],
             "rank_local": [path_to_json(path) for path in self.rank_local],
@@ -236,6 +231,17 @@ class Manifest:
                 )
         if len({file.name for file in self.files}) != len(self.files):
             raise CorruptCheckpointError("two ranks have the same file")
+
+
+@LastResult
+def _tables_to_json(tensors: tuple[TensorRow, ...]) -> dict[str, Json]:
+    """Return the fields that all saves of one structure have in common; not to be changed."""
+    table = LayoutTable()
+    rows = [
+        [path_to_json(t.path), t.dtype, list(t.shape), table.add(t.layout), t.replica]
+        for t in tensors
+    ]
+    return {**table.to_json(), "tensors": rows}
 
 
 def _check_format(document: Any, where: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
 from fsdp_ckpt.manifest.fields import count, counts, shown, text
+from fsdp_ckpt.manifest.last_result import LastResult
 from fsdp_ckpt.manifest.strict_json import brief, parse_json, refuse_depth
 from fsdp_ckpt.manifest.tree import (
     Path,
@@ -71,13 +72,15 @@ class ShardHeader:
     def to_bytes(self) -> bytes:
         """Return the header region; its length does not depend on the digests' values."""
         digests = self.digests or ("0" * DIGEST_HEX,) * self.layout.num_blocks
-        about = {
+        described, stored = _entries_to_json(self.layout, self.paths, self.own)
+        first = {
             "version": 1,
             "step": self.step,
             "attempt": self.attempt,
             "rank": self.rank,
             "world_size": self.world_size,
-            "entries": {e.key: self._entry_to_json(e) for e in self.layout.entries},
+        }
+        rest = {
             "values": [[path_to_json(path), value] for path, value in self.values.items()],
             "shared": [[path_to_json(path), value] for path, value in self.shared.items()],
             "digests": {
@@ -87,18 +90,10 @@ class ShardHeader:
             },
         }
         if self.manifest is not None:
-            about["manifest"] = self.manifest
-        metadata = {"format": "pt", "fsdp_ckpt": _dumps(about)}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        for entry in self.layout.entries:
-            dtype, shape = stored_form(entry.dtype, entry.box.sizes)
-            stop = entry.byte_offset + entry.num_bytes
-            header[entry.key] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [entry.byte_offset, stop],
-            }
-        encoded = _dumps(header).encode()
+            rest["manifest"] = self.manifest
+        about = f'{_dumps(first)[:-1]},"entries":{described},{_dumps(rest)[1:]}'
+        metadata = _dumps({"__metadata__": {"format": "pt", "fsdp_ckpt": about}})
+        encoded = (f"{metadata[:-1]},{stored[1:]}" if len(stored) > 2 else metadata).encode()
         padding = -(8 + len(encoded)) % PAGE_BYTES
         size = len(encoded) + padding
         if size > MAX_HEADER_BYTES:
@@ -108,11 +103,6 @@ class ShardHeader:
                 rank=self.rank,
             )
         return size.to_bytes(8, "little") + encoded + b" " * padding
-
-    def _entry_to_json(self, entry: Entry) -> list[Json]:
-        row = [path_to_json(self.paths[entry.name]), entry.dtype, list(entry.shape)]
-        row.append(list(entry.box.offsets))
-        return [*row, "own"] if entry.name in self.own else row
 
     @classmethod
     def from_bytes(cls, region: bytes, where: str) -> ShardHeader:
@@ -199,6 +189,23 @@ def _check_box(entry: Entry) -> None:
         raise CorruptCheckpointError(f"{entry.key}: a chunk of other dims than its tensor")
     if any(a + n > length for a, n, length in zip(box.offsets, box.sizes, shape, strict=True)):
         raise CorruptCheckpointError(f"{entry.key}: a chunk outside of its tensor")
+
+
+@LastResult
+def _entries_to_json(
+    layout: ImageLayout, paths: Mapping[str, Path], own: frozenset[str]
+) -> tuple[str, str]:
+    """Return what entries are chunks of, and their descriptions as safetensors has them; both encoded."""
+    described: dict[str, Json] = {}
+    stored: dict[str, Json] = {}
+    for entry in layout.entries:
+        row = [path_to_json(paths[entry.name]), entry.dtype, list(entry.shape)]
+        row.append(list(entry.box.offsets))
+        described[entry.key] = [*row, "own"] if entry.name in own else row
+        dtype, shape = stored_form(entry.dtype, entry.box.sizes)
+        span = [entry.byte_offset, entry.byte_offset + entry.num_bytes]
+        stored[entry.key] = {"dtype": dtype, "shape": list(shape), "data_offsets": span}
+    return _dumps(described), _dumps(stored)
 
 
 def _sizes(stored: Mapping[str, Any], dtype: str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,9 +32,14 @@ class HostBuffer:
         try:
             os.ftruncate(self.fd, size)
             self.memory = mmap.mmap(self.fd, size)
+            with suppress(OSError):  # a kernel without huge pages for shared memory
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
         except BaseException:
             os.close(self.fd)
             raise
+        # Tensors over the memory that are worth keeping, by their user's keys, and what they are views of.
+        self.views: dict[Any, torch.Tensor] = {}
+        self.views_are_of: Any = None
         self._pinned = False
         if pin:
             self._pin()
@@ -65,6 +71,7 @@ class HostBuffer:
             _cudart().cudaHostUnregister(self._address())
         os.close(self.fd)
         self.fd = -1
+        self.views, self.views_are_of = {}, None
         try:
             self.memory.close()
         except BufferError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -39,6 +39,17 @@ def view_entry(buffer: Memory, data_offset: int, entry: Entry, dtype: torch.dtyp
     return view_bytes(buffer, start, start + entry.num_bytes).view(dtype).view(entry.box.sizes)
 
 
+def _targets(buffer: Memory, data_offset: int, layout: ImageLayout) -> dict[Any, torch.Tensor]:
+    """Return the views that were made before of the same layout in the same buffer: they cost as much as
+    copying some hundred KiB each.
+    """
+    if not isinstance(buffer, HostBuffer):
+        return {}
+    if buffer.views_are_of != (layout, data_offset):
+        buffer.views_are_of, buffer.views = (layout, data_offset), {}
+    return buffer.views
+
+
 def fill_image(
     buffer: Memory,
     data_offset: int,
@@ -64,6 +75,7 @@ def fill_image(
     stride = max(STRIDE_BYTES, num_bytes // MAX_REPORTS)
     reported = 0
     streams = streams or SideStreams()
+    targets = _targets(buffer, data_offset, layout)
 
     def report(stop: int) -> None:
         nonlocal reported
@@ -77,10 +89,16 @@ def fill_image(
             start = data_offset + entry.byte_offset
             report(start)
             source = resolve(entry).detach()
-            target = view_entry(buffer, data_offset, entry, source.dtype)
+            target = targets.get((entry.key, source.dtype))
+            if target is None:
+                target = view_entry(buffer, data_offset, entry, source.dtype)
+                targets[entry.key, source.dtype] = target
             for piece, into, done in _pieces(source, target, stride):
-                with streams.of(piece):
-                    into.copy_(piece, non_blocking=piece.is_cuda)
+                if piece.is_cuda:
+                    with streams.of(piece):
+                        into.copy_(piece, non_blocking=True)
+                else:
+                    into.copy_(piece)
                 report(start + done)
     streams.wait()
     if filled is not None:
@@ -115,9 +133,7 @@ class SideStreams:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def of(self, source: torch.Tensor) -> torch.cuda.StreamContext:
-        """Return the context in which to copy ``source``."""
-        if not source.is_cuda:
-            return torch.cuda.stream(None)
+        """Return the context in which to copy ``source``, a CUDA tensor."""
         if source.device not in self._streams:
             stream: torch.cuda.Stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]  # likewise
             if self._start is not None:

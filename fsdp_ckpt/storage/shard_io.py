@@ -1,15 +1,17 @@
 """A shard's bytes on their way to a store and back, with the digests of its blocks.
 
-write:  every block is digested and put in one pass, by several threads; the header, which holds the
-        digests, goes last
+write:  parts are put, and blocks digested, by several threads; the header, which holds the digests, goes
+        last
 read:   whole blocks straight into the caller's buffer, each verified as it arrives
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import xxhash
@@ -64,20 +66,22 @@ def write_shard(
         digests = [""] * -(-len(data) // block_bytes)
         head, body = _cut(len(image), data_offset, writer.part_bytes or WRITE_BYTES, writer)
 
-        def put(start: int, stop: int) -> None:
-            # The blocks that start in this part, digested while its bytes are in the cache.
-            blocks = range(
-                -(-max(start - data_offset, 0) // block_bytes),
-                -(-max(stop - data_offset, 0) // block_bytes),
-            )
+        def compute(block: int) -> None:
+            # Only now: who fills the image needs the processor, who writes it hardly does.
             if wait_filled is not None:
-                wait_filled(max(stop, min(data_offset + blocks.stop * block_bytes, len(image))))
-            for block in blocks:
-                digests[block] = digest(data[block * block_bytes : (block + 1) * block_bytes])
-            if start >= head and not writer.ordered:
-                writer.write_at(start, image[start:stop])
+                wait_filled(len(image))
+            digests[block] = digest(data[block * block_bytes : (block + 1) * block_bytes])
 
-        run_all((partial(put, *span) for span in body), num_threads or store.concurrency)
+        def put(start: int, stop: int) -> None:
+            if wait_filled is not None:
+                wait_filled(stop)
+            writer.write_at(start, image[start:stop])
+
+        threads = num_threads or store.concurrency
+        early = [] if writer.ordered else [span for span in body if span[0] >= head]
+        digesting = (partial(compute, block) for block in range(len(digests)))
+        with running(digesting, threads, initializer=_step_back):
+            run_all((partial(put, *span) for span in early), threads)
         header = seal(digests)
         if len(header) != data_offset:
             raise AssertionError(f"header of {len(header)} bytes in a region of {data_offset}")
@@ -110,14 +114,31 @@ def _cut(
 
 def run_all(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
     """Make all calls, in several threads; the first failure ends it."""
-    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io") as threads:
-        pending = [threads.submit(call) for call in calls]
+    with running(calls, num_threads):
+        pass
+
+
+@contextmanager
+def running(
+    calls: Iterable[Callable[[], None]],
+    num_threads: int,
+    initializer: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Make all calls, in several threads, beside what is done inside; a failure of either ends both."""
+    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io", initializer) as threads:
         try:
+            pending = [threads.submit(call) for call in calls]
+            yield
             for future in pending:
                 future.result()
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _step_back() -> None:
+    """Let every other thread have the processor first."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def plan_reads(

@@ -110,6 +110,12 @@ class _Job:
     env: dict[str, str]
     folder: Path
 
+    @property
+    def init_method(self) -> str:
+        """How ranks meet."""
+        is_over_tcp = {"MASTER_ADDR", "MASTER_PORT"} <= set(self.env)
+        return "env://" if is_over_tcp else f"file://{self.folder / 'rendezvous'}"
+
     def path(self, rank: int, suffix: str) -> Path:
         return self.folder / f"rank-{rank}.{suffix}"
 
@@ -137,7 +143,8 @@ def run_ranks(
         timeout_s: Seconds from the start until all ranks must have ended.
         grace_s: Seconds that the other ranks get to end once one has failed.
         backend: Of ``torch.distributed``.
-        env: Environment variables to add, set before torch is imported.
+        env: Environment variables to add, set before torch is imported. With MASTER_ADDR and MASTER_PORT
+            ranks meet over TCP, as under torchrun; otherwise through a file, which is slower.
         check: Raise when a rank failed; otherwise the results tell.
 
     Returns:
@@ -272,7 +279,7 @@ def _run_rank(job: _Job, rank: int) -> None:
     try:
         with process_group(
             job.backend,
-            init_method=f"file://{job.folder / 'rendezvous'}",
+            init_method=job.init_method,
             rank=rank,
             world_size=job.world_size,
             timeout_s=job.timeout_s,

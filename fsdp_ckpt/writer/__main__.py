@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -30,7 +31,7 @@ __all__ = ["main"]
 Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Watermark] | None]"
 
 MAX_QUEUED = 1000
-NICENESS = 10
+MAX_MAPPED = 2
 # ioprio_set(2): this process, best effort, the lowest level.
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = (2 << 13) | 7
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
     """Serve the trainer at the other end of descriptor ``arguments[0]`` until it is gone."""
     channel = Channel(socket.socket(fileno=int(arguments[0])))
     _lower_priority()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a session that ends with the trainer
     jobs: Jobs = queue.SimpleQueue()
     worker = threading.Thread(target=_work, args=(channel, jobs), name="fsdp_ckpt-jobs")
     worker.start()
@@ -64,10 +66,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _work(channel: Channel, jobs: Jobs) -> None:
+    images = _Images()
     while item := jobs.get():
         number, job, fd, mark = item
         try:
-            answer = {"kind": "done", "id": number, "digest": _persist(job, fd, mark)}
+            image = images.view(fd)[: job.num_bytes]
+            digest = run_job(job, image, job.open_store(), mark.wait_for)
+            answer = {"kind": "done", "id": number, "digest": digest}
         except Exception as e:  # whatever it is, the trainer must hear of it
             answer = {"kind": "failed", "id": number, "error": error_to_json(e)}
         finally:
@@ -76,14 +81,29 @@ def _work(channel: Channel, jobs: Jobs) -> None:
             channel.send(answer)
 
 
-def _persist(job: WriteJob, fd: int, mark: Watermark) -> str:
-    image = memoryview(mmap.mmap(fd, job.num_bytes))
-    return run_job(job, image, job.open_store(), mark.wait_for)
+class _Images:
+    """The trainer's images as memory of this process: those of the last jobs stay mapped.
+
+    To map one anew costs a page fault for every few pages, while the trainer copies.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[int, memoryview] = {}  # by inode, the last used at the end
+
+    def view(self, fd: int) -> memoryview:
+        """Return the memory behind ``fd``."""
+        status = os.fstat(fd)
+        view = self._views.pop(status.st_ino, None)
+        if view is None:
+            view = memoryview(mmap.mmap(fd, status.st_size))
+        self._views[status.st_ino] = view
+        while len(self._views) > MAX_MAPPED:
+            del self._views[next(iter(self._views))]
+        return view
 
 
 def _lower_priority() -> None:
-    """Training comes first, for the processor and for the disk."""
-    os.nice(NICENESS)
+    """Training comes first for the disk. For the processor, the threads that need much of it step back."""
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)

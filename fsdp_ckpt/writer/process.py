@@ -69,8 +69,9 @@ class _Connection:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
                 env=environment,
-                # A launcher that kills the trainer's process group leaves it alone: it ends by itself.
-                start_new_session=True,
+                # A launcher that kills the trainer's process group leaves it alone: it ends by itself. Not a
+                # session of its own, which the kernel would schedule as the trainer's equal (autogroups).
+                process_group=0,
             )
         self.channel = Channel(mine)
         self.pending: dict[int, _PendingWrite] = {}
