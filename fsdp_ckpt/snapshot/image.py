@@ -6,6 +6,7 @@ the rest is still being copied.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -98,11 +99,25 @@ def fill_image(
                     with streams.of(piece):
                         into.copy_(piece, non_blocking=True)
                 else:
-                    into.copy_(piece)
+                    _copy(into, piece)
                 report(start + done)
     streams.wait()
     if filled is not None:
         filled(num_bytes)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy host memory: by torch where it has threads to share the work, else by memmove, which is faster."""
+    is_plain = (
+        source.is_contiguous() and source.device.type == "cpu" and source.dtype == target.dtype
+    )
+    if is_plain and torch.get_num_threads() == 1 and not (source.is_conj() or source.is_neg()):
+        num_bytes = source.numel() * source.element_size()
+        ctypes.memmove(
+            target.data_ptr(), source.data_ptr(), num_bytes
+        )  # without the interpreter lock
+    else:
+        target.copy_(source)
 
 
 def _pieces(

@@ -7,8 +7,6 @@ read:   whole blocks straight into the caller's buffer, each verified as it arri
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -80,7 +78,7 @@ def write_shard(
         threads = num_threads or store.concurrency
         early = [] if writer.ordered else [span for span in body if span[0] >= head]
         digesting = (partial(compute, block) for block in range(len(digests)))
-        with running(digesting, threads, initializer=_step_back):
+        with running(digesting, threads):
             run_all((partial(put, *span) for span in early), threads)
         header = seal(digests)
         if len(header) != data_offset:
@@ -119,13 +117,9 @@ def run_all(calls: Iterable[Callable[[], None]], num_threads: int) -> None:
 
 
 @contextmanager
-def running(
-    calls: Iterable[Callable[[], None]],
-    num_threads: int,
-    initializer: Callable[[], None] | None = None,
-) -> Iterator[None]:
+def running(calls: Iterable[Callable[[], None]], num_threads: int) -> Iterator[None]:
     """Make all calls, in several threads, beside what is done inside; a failure of either ends both."""
-    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io", initializer) as threads:
+    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-io") as threads:
         try:
             pending = [threads.submit(call) for call in calls]
             yield
@@ -134,11 +128,6 @@ def running(
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _step_back() -> None:
-    """Let every other thread have the processor first."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def plan_reads(

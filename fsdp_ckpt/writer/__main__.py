@@ -32,6 +32,7 @@ Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Watermark] | None
 
 MAX_QUEUED = 1000
 MAX_MAPPED = 2
+NICENESS = 10
 # ioprio_set(2): this process, best effort, the lowest level.
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = (2 << 13) | 7
@@ -103,7 +104,11 @@ class _Images:
 
 
 def _lower_priority() -> None:
-    """Training comes first for the disk. For the processor, the threads that need much of it step back."""
+    """Training comes first, for the processor and for the disk.
+
+    All threads alike: one that holds the interpreter lock and does not get to run would stop the others.
+    """
+    os.nice(NICENESS)
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)
