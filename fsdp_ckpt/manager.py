@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
+from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, find_checkpoints
 from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
 from fsdp_ckpt.options import SaveMode, SaveOptions
 from fsdp_ckpt.ranks import RankGroup
@@ -71,7 +71,7 @@ class CheckpointManager:
         # A rank may use up its deadline for writing before it reports.
         background = RankGroup.of(timeout_s + 2 * REPORT_GRACE_S, lingers=True)
         # Restores read into the memory that saves copy into: it is touched once.
-        self._pool = ImagePool(self._options.max_in_flight, pin=torch.cuda.is_available())
+        self._pool = ImagePool(self._options.max_in_flight, pin=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch lacks types
         self._saver = Saver(
             self._root,
             self._group,
@@ -85,7 +85,9 @@ class CheckpointManager:
         self._restorer = Restorer(
             self._root, self._group, fs_options, self._pool, num_threads=num_threads
         )
-        self._damaged: set[int] = set()  # steps that the last restore passed over as damaged
+        self._damaged: dict[
+            int, SkippedCheckpoint
+        ] = {}  # what the last restore passed over, by step
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -163,12 +165,7 @@ class CheckpointManager:
         """
         self._check_open()
         step = self.state.progress.step
-        handle = self._saver.save(
-            self.state, mode or self._options.mode, replace_damaged=step in self._damaged
-        )
-        if not handle.is_skipped:
-            self._damaged.discard(step)
-        return handle
+        return self._saver.save(self.state, mode or self._options.mode, self._damaged.get(step))
 
     def restore(
         self,
@@ -209,7 +206,7 @@ class CheckpointManager:
         )
         self._saver.finish()  # what is under way may be what is asked for
         report = self._restorer.restore(self.state, step, allowed)
-        self._damaged = {s.step for s in report.skipped if not s.torn}
+        self._damaged = {s.step: s for s in report.skipped if not s.torn}
         return report
 
     def _check_open(self) -> None:

@@ -11,7 +11,9 @@ training's process group runs here.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -41,7 +43,7 @@ class Persister:
         self._process: ProcessWriter | None = None
         self._commits = ThreadPoolExecutor(1, "fsdp_ckpt-commit")
         self._open: set[Future[CheckpointInfo]] = set()
-        _finish_before_exit(self)
+        _persisters.add(self)
 
     def writer(self, *, in_process: bool) -> ShardWriter:
         """Return the writer of the kind that is asked for."""
@@ -108,10 +110,18 @@ class Persister:
             self._process.close()
 
 
-def _finish_before_exit(persister: Persister) -> None:
-    """Finish before the interpreter takes threads away, and with them what stores use to work."""
-    # Not atexit, which runs after executors have been shut down. concurrent.futures uses the same hook; it
-    # has no public name. Without it, what is queued on our own threads is still finished.
-    register = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        register(persister.finish)
+_persisters: weakref.WeakSet[Persister] = weakref.WeakSet()
+
+
+def _finish_all() -> None:
+    for persister in list(_persisters):
+        persister.finish()
+
+
+# Finish before the interpreter takes threads away, and with them what stores use to work. Not atexit, which
+# runs after executors have been shut down. concurrent.futures uses the same hook; it has no public name.
+# Without it, what is queued on our own threads is still finished.
+if (_register := getattr(threading, "_register_atexit", None)) is not None:
+    _register(_finish_all)
+# A forked data worker has the futures, but not the threads that would resolve them.
+os.register_at_fork(after_in_child=_persisters.clear)

@@ -36,6 +36,7 @@ __all__ = ["RankGroup"]
 T = TypeVar("T")
 
 GRACE_S = 5.0
+POLL_S = 0.002
 
 # Groups are made in the same order on all ranks; their keys must not meet.
 _numbers = itertools.count()
@@ -51,6 +52,7 @@ class RankGroup:
         timeout_s: Deadline of every exchange, in seconds.
         lingers: The coordinator waits a little until all ranks have read its answer, so that it may end the
             program, and with it the store that it may serve, right after.
+        polls: Other threads use the same connection, so no call may keep it while it waits.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class RankGroup:
         timeout_s: float = 600.0,
         *,
         lingers: bool = False,
+        polls: bool = False,
     ) -> None:
         self._lingers = lingers
+        self._polls = polls
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
@@ -73,19 +77,28 @@ class RankGroup:
     def of(cls, timeout_s: float = 600.0, *, lingers: bool = False) -> RankGroup:
         """Return the group of all ranks of the job; called by all of them.
 
-        Each group has a connection of its own, so that one thread's waiting does not hold up another's.
+        Each group has a connection of its own, where torch can make one, so that one thread's waiting does
+        not hold up another's.
         Without an initialised process group, a group of one.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s)
         # The public API gives no handle on the store that init_process_group made.
         default: Store = dist.distributed_c10d._get_default_store()
-        if hasattr(default, "clone"):  # torch >= 2.7
-            default = default.clone()
+        clone = getattr(default, "clone", None)  # torch >= 2.8
+        if clone is not None:
+            default = clone()
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
             f"fsdp_ckpt/{next(_numbers)}", default
         )
-        return cls(dist.get_rank(), dist.get_world_size(), store, timeout_s, lingers=lingers)
+        return cls(
+            dist.get_rank(),
+            dist.get_world_size(),
+            store,
+            timeout_s,
+            lingers=lingers,
+            polls=clone is None,
+        )
 
     @property
     def is_coordinator(self) -> bool:
@@ -267,6 +280,8 @@ class RankGroup:
     def _wait(self, key: str, deadline: float, rank: int, number: int) -> bytes:
         if self._store is None:
             raise AssertionError("no store")
+        while self._polls and time.monotonic() < deadline and not self._store.check([key]):
+            time.sleep(POLL_S)
         seconds = max(deadline - time.monotonic(), 0.001)
         try:
             self._store.wait([key], datetime.timedelta(seconds=seconds))

@@ -16,7 +16,7 @@ import base64
 import logging
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import xxhash
 
@@ -134,10 +134,15 @@ def _drifted_shards(
 ) -> list[Drift]:
     """Compare replicated shards: one digest per rank and layout, then one per tensor where these differ."""
     hashers = {row.layout: xxhash.xxh3_64() for row in rows}
-    digests = {row.name: _digest(planner, row.name) for row in rows}
-    for row in rows:
-        hashers[row.layout].update(digests[row.name].encode())
-    everyone = group.gather([hasher.hexdigest() for hasher in hashers.values()])
+    digests: dict[str, str] = {}
+
+    def look() -> list[str]:
+        for row in rows:
+            digests[row.name] = _digest(planner, row.name)
+            hashers[row.layout].update(digests[row.name].encode())
+        return [hasher.hexdigest() for hasher in hashers.values()]
+
+    everyone = group.decide("comparing replicas", look, list)
     suspect = {
         layout
         for i, layout in enumerate(hashers)
@@ -175,13 +180,19 @@ def _first_difference(
 ) -> str:
     """Say where the two ranks' tensors first differ; called by every rank."""
     parts = planner.parts(name) if group.rank in (first, other) else []
-    data = b"".join(bytes_of(local) for _, local in parts)
-    blocks = [
-        xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES])
-        for i in range(0, len(data), BLOCK_BYTES)
-    ]
-    shapes = [[list(local.shape), str(local.dtype)] for _, local in parts]
-    everyone = group.gather([shapes, blocks] if parts else None)
+    data = b""
+
+    def look() -> list[Any] | None:
+        nonlocal data
+        data = b"".join(bytes_of(local) for _, local in parts)
+        blocks = [
+            xxhash.xxh3_64_hexdigest(data[i : i + BLOCK_BYTES])
+            for i in range(0, len(data), BLOCK_BYTES)
+        ]
+        shapes = [[list(local.shape), str(local.dtype)] for _, local in parts]
+        return [shapes, blocks] if parts else None
+
+    everyone = group.decide("comparing replicas", look, list)
     (shapes_a, blocks_a), (shapes_b, blocks_b) = everyone[first], everyone[other]
     if shapes_a != shapes_b:
         return f"shape and dtype: {shapes_a[0]} and {shapes_b[0]}"

@@ -20,8 +20,9 @@ from fsdp_ckpt.commit.catalog import (
     step_folder,
 )
 from fsdp_ckpt.commit.checkpoint import Checkpoint
-from fsdp_ckpt.commit.publish import holds_checkpoint
-from fsdp_ckpt.commit.recover import abandon_attempts, publish_complete_attempt
+from fsdp_ckpt.commit.fence import read_fences
+from fsdp_ckpt.commit.publish import holds_checkpoint, publish_manifest, read_manifest
+from fsdp_ckpt.commit.recover import find_complete_attempt
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
 from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["Restorer"]
 
 logger = logging.getLogger("fsdp_ckpt")
+
+MAX_GONE = 10
 
 
 class Restorer:
@@ -81,7 +84,8 @@ class Restorer:
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.restore`.
         """
-        damaged: dict[int, str] = {}
+        damaged: dict[tuple[int, str], str] = {}
+        gone = 0
         while True:
             found = self._group.coordinate(
                 "looking for a checkpoint", lambda: self._find(step, damaged, allowed)
@@ -95,7 +99,13 @@ class Restorer:
             except CorruptCheckpointError as e:
                 if step is not None:
                     raise
-                damaged[found["step"]] = str(e)
+                damaged[found["step"], found["attempt"]] = str(e)
+                continue
+            except NotFoundError:
+                # Taken away since it was found, by another job.
+                gone += 1
+                if step is not None or gone > MAX_GONE:
+                    raise
                 continue
             self._say(skipped, f"restored step {report.step} from {self._root.url}")
             return dataclasses.replace(report, skipped=skipped)
@@ -107,7 +117,7 @@ class Restorer:
             logger.warning(outcome)
 
     def _find(
-        self, step: int | None, damaged: Mapping[int, str], allowed: Allowed
+        self, step: int | None, damaged: Mapping[tuple[int, str], str], allowed: Allowed
     ) -> dict[str, Any]:
         """Choose the checkpoint; runs on the coordinator alone."""
         if step is not None:
@@ -121,10 +131,11 @@ class Restorer:
                     # Not damage: going on from an older one would throw away a good checkpoint.
                     raise UnsupportedFormatError(found.reason, step=found.step)
                 skipped.append(found)
-            elif found.step in damaged:
-                skipped.append(SkippedCheckpoint(step=found.step, reason=damaged[found.step]))
+            elif (reason := damaged.get((found.step, found.attempt))) is not None:
+                skipped.append(
+                    SkippedCheckpoint(step=found.step, reason=reason, attempt=found.attempt)
+                )
             else:
-                self._pass_over(skipped)
                 passed = [dataclasses.asdict(s) for s in skipped]
                 return {"step": found.step, "attempt": found.attempt, "skipped": passed}
         broken = [s for s in skipped if not s.torn]
@@ -138,35 +149,31 @@ class Restorer:
                 f"{self._root.url}: no checkpoint, only {len(skipped)} torn attempt(s), the newest of step "
                 f"{skipped[0].step}; to start the run anew, pass allow_torn=True or another root"
             )
-        self._pass_over(skipped)
         return {"step": None, "skipped": [dataclasses.asdict(s) for s in skipped]}
 
     def _recover(self, step: int) -> CheckpointInfo | None:
         """Publish what a job that died left complete."""
         store = self._root.child(step_folder(step))
-        try:
-            manifest = publish_complete_attempt(store)
-        except (StorageError, AlreadyCommittedError) as e:
-            logger.warning("could not look for a complete attempt of step %d: %s", step, e)
-            return None
+        manifest = find_complete_attempt(store, read_fences(self._root))
         if manifest is None:
             return None
-        logger.warning(
-            "published attempt %s of step %d, which a job that died had written completely",
-            manifest.attempt,
-            step,
-        )
+        try:
+            publish_manifest(store, manifest)
+        except AlreadyCommittedError:  # someone has, just now
+            manifest = read_manifest(store)
+        except StorageError as e:
+            if e.retryable:
+                raise
+            # A root that may only be read.
+            logger.warning("could not publish the complete attempt of step %d: %s", step, e)
+            return None
+        else:
+            logger.warning(
+                "published attempt %s of step %d, which a job that died had written completely",
+                manifest.attempt,
+                step,
+            )
         return CheckpointInfo.of(manifest, store.url)
-
-    def _pass_over(self, skipped: Iterable[SkippedCheckpoint]) -> None:
-        """Decide for good against attempts that were not committed: the run goes on without them."""
-        for torn in (s for s in skipped if s.torn):
-            try:
-                abandon_attempts(self._root.child(step_folder(torn.step)))
-            except StorageError as e:  # a root that may only be read
-                logger.warning(
-                    "could not mark the attempts of step %d as given up: %s", torn.step, e
-                )
 
     def _find_step(self, step: int) -> dict[str, Any]:
         store = self._root.child(step_folder(step))

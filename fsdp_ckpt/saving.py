@@ -14,7 +14,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ckpt.commit.catalog import CheckpointInfo, step_folder
+from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, step_folder
+from fsdp_ckpt.commit.fence import pass_fence
 from fsdp_ckpt.commit.publish import (
     new_attempt,
     publish_manifest,
@@ -85,30 +86,41 @@ class Saver:
         self._stager = Stager(
             root, self._persister, options, pool, address=address, num_threads=num_threads
         )
-        self._handles: list[SaveHandle] = []  # whose outcome no call has reported yet, oldest first
+        self._handles: dict[
+            int, SaveHandle
+        ] = {}  # by the save's number, which is the same on all ranks
+        self._num_saves = 0
 
     # --- the call ---
 
-    def save(self, state: TrainState, mode: SaveMode, *, replace_damaged: bool) -> SaveHandle:
+    def save(
+        self, state: TrainState, mode: SaveMode, replaces: SkippedCheckpoint | None
+    ) -> SaveHandle:
         """Save the state as the checkpoint of its step; called by every rank.
 
         Args:
             state: What is saved.
             mode: When to return.
-            replace_damaged: The step's checkpoint was found damaged, and may be replaced.
+            replaces: The step's checkpoint as it was found damaged, which may be replaced.
 
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.save`.
         """
         self._stager.wait_staged()
-        self._handles = [h for h in self._handles if not (h.is_reported or h.has_succeeded)]
+        # Failed ones stay, also reported ones: another rank may still name them.
+        self._handles = {n: h for n, h in self._handles.items() if not h.has_succeeded}
         step, timeout_s = state.progress.step, self._group.timeout_s
         with self._stager.take_image(self._options.on_busy, timeout_s) as place:
-            attempt = self._decide(state, mode, place.is_free, replace_damaged)
-            if attempt is None:
-                return SaveHandle(step, timeout_s, is_skipped=True)
-            parameters = self._parameter_names(state)
-            check_replicas(self._planner, self._group, self._check, parameters)
+            try:
+                attempt = self._decide(state, mode, place.is_free, replaces)
+                if attempt is None:
+                    self._planner.forget()
+                    return SaveHandle(step, timeout_s, is_skipped=True)
+                parameters = self._parameter_names(state)
+                check_replicas(self._planner, self._group, self._check, parameters)
+            except BaseException:
+                self._planner.forget()
+                raise
             manifest = self._planner.draft_manifest()
             snapshot = self._stager.stage(
                 place,
@@ -128,10 +140,11 @@ class Saver:
             step,
             snapshot.write,
             snapshot.receipt,
-            self._publisher(manifest, attempt, replace_damaged=replace_damaged),
+            self._publisher(manifest, attempt, replaces),
         )
         handle = SaveHandle(step, timeout_s, snapshot.staged, committed)
-        self._handles.append(handle)
+        self._handles[self._num_saves] = handle
+        self._num_saves += 1
         if mode == "sync":
             handle.wait()
         return handle
@@ -142,15 +155,16 @@ class Saver:
         return self._named[1]
 
     def _publisher(
-        self, draft: Manifest, attempt: Attempt, *, replace_damaged: bool
+        self, draft: Manifest, attempt: Attempt, replaces: SkippedCheckpoint | None
     ) -> Callable[[list[Any]], dict[str, Any]]:
         store = self._root.child(step_folder(attempt.step))
 
         def publish(receipts: list[Any]) -> dict[str, Any]:
             manifest = seal(draft, attempt, [ShardReceipt.from_json(r) for r in receipts])
             manifest.check()
-            if replace_damaged:
-                retire_manifest(store)
+            pass_fence(self._root, attempt.id)
+            if replaces is not None:
+                retire_manifest(store, replaces.attempt)
             publish_manifest(store, manifest)
             return dataclasses.asdict(CheckpointInfo.of(manifest, store.url))
 
@@ -182,28 +196,39 @@ class Saver:
         self._persister.close()
         self._stager.close()
         self._planner.forget()
-        for handle in self._handles:
+        for handle in self._handles.values():
             if not handle.is_reported and handle.has_failed:
                 handle.wait()
 
     # --- the decision ---
 
     def _decide(
-        self, state: TrainState, mode: SaveMode, has_image: bool, replace_damaged: bool
+        self,
+        state: TrainState,
+        mode: SaveMode,
+        has_image: bool,
+        replaces: SkippedCheckpoint | None,
     ) -> Attempt | None:
         """Collect the state, and agree on everything; one exchange, usually. ``None``: skip this save."""
         group, planner, step = self._group, self._planner, state.progress.step
-        failed = next((i for i, h in enumerate(self._handles) if h.has_failed), None)
 
         def look() -> dict[str, Any]:
-            if any(h.step == step and not h.has_failed for h in self._handles):
-                raise AlreadyCommittedError(f"step {step} is being saved already", step=step)
+            handles = self._handles.items()
             planner.set_up(state.collect(), rank=group.rank, world_size=group.world_size)
-            state_print = [step, planner.structure, planner.content()]
-            return {"print": state_print, "failed": failed, "busy": not has_image}
+            self._parameter_names(
+                state
+            )  # known from here on, so that nothing fails after this exchange
+            return {
+                "print": [step, planner.structure, planner.content()],
+                "failed": next((n for n, h in handles if h.has_failed and not h.is_reported), None),
+                "again": any(h.step == step and not h.has_failed for _, h in handles),
+                "busy": not has_image,
+            }
 
         def combine(votes: list[dict[str, Any]]) -> dict[str, Any]:
             known = [vote["failed"] for vote in votes if vote["failed"] is not None]
+            if not known and any(vote["again"] for vote in votes):
+                raise AlreadyCommittedError(f"step {step} is being saved already", step=step)
             answer = {
                 "failed": min(known, default=None),
                 "busy": [rank for rank, vote in enumerate(votes) if vote["busy"]],
@@ -213,15 +238,19 @@ class Saver:
             # A look at a disk is cheap. A remote store is asked where training waits anyway; otherwise the
             # publishing finds out.
             is_near = mode == "sync" or isinstance(self._root, LocalStore)
-            if answer["failed"] is None and not answer["busy"] and is_near and not replace_damaged:
+            if answer["failed"] is None and not answer["busy"] and is_near and replaces is None:
                 refuse_committed(self._root.child(step_folder(step)), step)
             return answer
 
         decision = group.decide("collecting the state", look, combine)
         if decision["failed"] is not None:
             # One rank knows of it; the others will in a moment.
-            self._handles[decision["failed"]].wait()
-            raise AssertionError("ranks disagree about a save that failed")
+            failed = self._handles.get(decision["failed"])
+            if failed is not None:
+                failed.wait()
+            raise IncompleteWriteError(
+                "a save failed on another rank; nothing was committed", step=step
+            )
         if decision["busy"]:
             if self._options.on_busy == "skip":
                 return None
@@ -245,7 +274,7 @@ class Saver:
                 self._agreed = planner.structure, agreement
             return self._agreed[1]
         self._agreed = None
-        summary = planner.summary()
+        summary = group.run("describing the state", planner.summary)
         prints: list[str] = []
         for rank, (its_step, fingerprint) in enumerate(group.gather([step, summary.fingerprint()])):
             if its_step != step:

@@ -137,8 +137,10 @@ class Stager:
         staged = threading.Event()
         try:
             image = begin(self._pool)
-        except Exception as e:
+        except BaseException as e:
             place.end(2, forget)
+            if not isinstance(e, Exception):
+                raise
             return _failed(e)
 
         def release() -> None:
@@ -148,10 +150,13 @@ class Stager:
         writer = self._persister.writer(in_process=is_remote and mode != "sync")
         job = image.job(f"{folder}/{image.name}", self._num_threads, self._address or {})
         try:
+            streams = SideStreams()
             pending = writer.submit(job, image.view, image.buffer.fd, self._root)
-        except Exception as e:
+        except BaseException as e:
             forget()
             place.end(2, release)
+            if not isinstance(e, Exception):
+                raise
             return _failed(e)
         pending.future.add_done_callback(lambda _: place.end(1, release))
 
@@ -169,6 +174,7 @@ class Stager:
             except BaseException as e:
                 pending.fail(e)
                 if not isinstance(e, Exception):
+                    is_last = True  # no other part will come
                     raise
             finally:
                 if is_last:
@@ -176,7 +182,6 @@ class Stager:
                     staged.set()
                     place.end(1, release)
 
-        streams = SideStreams()
         self._staged = staged
         if mode == "lazy":
             self._hold_steps()

@@ -70,12 +70,14 @@ class SkippedCheckpoint:
         step: Training step.
         reason: One line.
         torn: Whether it was never committed, rather than damaged later.
+        attempt: Id of the save, where its manifest could be read.
         newer: Whether it is of a format version that this package is too old for.
     """
 
     step: int
     reason: str
     torn: bool = False
+    attempt: str | None = None
     newer: bool = False
 
 
@@ -104,9 +106,11 @@ def find_checkpoints(root: Store) -> Iterator[CheckpointInfo | SkippedCheckpoint
     """
     for step in list_steps(root):
         store = root.child(step_folder(step))
+        attempt = None
         try:
             checkpoint = Checkpoint.open(store)
             manifest = checkpoint.manifest
+            attempt = manifest.attempt
             if manifest.step != step:
                 raise CorruptCheckpointError(
                     f"{store.url}: the manifest is of step {manifest.step}"
@@ -116,7 +120,7 @@ def find_checkpoints(root: Store) -> Iterator[CheckpointInfo | SkippedCheckpoint
             reason = "no manifest: a save that died before its commit, or one still under way"
             yield SkippedCheckpoint(step=step, reason=reason, torn=True)
         except CorruptCheckpointError as e:
-            yield SkippedCheckpoint(step=step, reason=str(e))
+            yield SkippedCheckpoint(step=step, reason=str(e), attempt=attempt)
         except UnsupportedFormatError as e:
             yield SkippedCheckpoint(step=step, reason=str(e), newer=True)
         else:

@@ -8,6 +8,8 @@ with a later one.
 from __future__ import annotations
 
 import datetime
+import os
+import threading
 import uuid
 
 from fsdp_ckpt.errors import (
@@ -31,11 +33,30 @@ __all__ = [
 
 MANIFEST_KEY = "manifest.json"
 
+_lock = threading.Lock()
+_newest = datetime.datetime.min.replace(tzinfo=datetime.UTC)
+_token = uuid.uuid4().hex[:12]
+
+
+def _renew_token() -> None:
+    """Let a forked process be a job of its own."""
+    global _token, _lock
+    _token, _lock = uuid.uuid4().hex[:12], threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_token)
+
 
 def new_attempt() -> str:
-    """Return a unique attempt id that sorts by time, such as ``20260131T093000250000-1b9d6bcd0f3a``."""
-    now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:12]}"
+    """Return a unique attempt id, such as ``20260131T093000250000-1b9d6bcd0f3a``.
+
+    The time (UTC, microseconds), by which ids sort, and a token of this process, which is one job's.
+    """
+    global _newest
+    with _lock:
+        now = datetime.datetime.now(datetime.UTC)
+        _newest = now = max(now, _newest + datetime.timedelta(microseconds=1))
+    return f"{now:%Y%m%dT%H%M%S%f}-{_token}"
 
 
 def refuse_committed(store: Store, step: int | None = None) -> None:
@@ -61,18 +82,29 @@ def holds_checkpoint(store: Store) -> bool:
     return True
 
 
-def retire_manifest(store: Store) -> None:
+def retire_manifest(store: Store, attempt: str | None) -> None:
     """Take a damaged checkpoint's manifest away, so that its step can be saved again; its data stays.
 
     The manifest is kept under another name first, for whoever wants to look into the damage.
 
+    Args:
+        store: The checkpoint's folder.
+        attempt: Which checkpoint was found damaged; ``None`` where its manifest could not be read.
+
     Raises:
+        AlreadyCommittedError: Another checkpoint is there by now.
         StorageError: The store failed; the checkpoint may still stand.
     """
     try:
         content = store.read(MANIFEST_KEY)
     except NotFoundError:
         return
+    try:
+        found = Manifest.from_bytes(content, MANIFEST_KEY).attempt
+    except CheckpointError:
+        found = None
+    if found != attempt:
+        raise _already_committed(store, None)
     store.create(f"damaged-{uuid.uuid4().hex[:12]}.json", content)
     store.delete(MANIFEST_KEY)
 

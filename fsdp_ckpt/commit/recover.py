@@ -4,21 +4,15 @@ Every shard file says what it is, and its header is written last: a header that 
 means that the file is whole. Rank 0's header holds a spare of the manifest. So files alone tell whether an
 attempt can be published, and the manifest is rebuilt from them.
 
-Invariant: an attempt that a job has passed over, to go on from an older checkpoint, is never published: it
-carries a mark.
+Invariant: an attempt from before the first checkpoint of a later job is never published (see ``fence``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from fsdp_ckpt.commit.publish import publish_manifest
-from fsdp_ckpt.errors import (
-    AlreadyCommittedError,
-    CorruptCheckpointError,
-    NotFoundError,
-)
+from fsdp_ckpt.commit.fence import Fences
+from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError
 from fsdp_ckpt.manifest.schema import Manifest, shard_name
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.manifest.tree import path_to_json
@@ -26,53 +20,32 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.storage.shard_io import digest
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["abandon_attempts", "publish_complete_attempt", "rebuild_manifest"]
-
-ABANDONED_KEY = "abandoned.json"
+__all__ = ["find_complete_attempt", "rebuild_manifest"]
 
 _RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
 
-def publish_complete_attempt(store: Store) -> Manifest | None:
-    """Publish the newest attempt of a step whose files are all whole, unless it was abandoned.
+def find_complete_attempt(store: Store, fences: Fences) -> Manifest | None:
+    """Return the manifest of the newest attempt of a step whose files are all whole.
 
     Args:
         store: The step's folder, without a manifest.
+        fences: Of the run's root.
 
     Returns:
-        The published manifest; ``None`` where no attempt is complete.
+        What can be published; ``None`` where no attempt is complete.
 
     Raises:
-        StorageError: The store cannot be read or written now.
+        StorageError: The store cannot be read now.
     """
-    for attempt in _attempts(store):
+    for attempt in reversed(store.list_folders()):
+        if fences.is_dead(attempt):
+            continue
         try:
-            manifest = rebuild_manifest(store, attempt)
+            return rebuild_manifest(store, attempt)
         except (CorruptCheckpointError, NotFoundError):
             continue
-        publish_manifest(store, manifest)
-        return manifest
     return None
-
-
-def abandon_attempts(store: Store) -> None:
-    """Mark every attempt of a step as passed over: its job may still have writers at work.
-
-    Raises:
-        StorageError: The store cannot be written.
-    """
-    for attempt in _attempts(store):
-        try:
-            store.child(attempt).create(ABANDONED_KEY, b"{}")
-        except AlreadyCommittedError:
-            continue
-
-
-def _attempts(store: Store) -> Iterator[str]:
-    """Return attempts that were not abandoned, newest first: their ids sort by time."""
-    for attempt in reversed(store.list_folders()):
-        if ABANDONED_KEY not in store.child(attempt).list_files():
-            yield attempt
 
 
 def rebuild_manifest(store: Store, attempt: str) -> Manifest:

@@ -59,7 +59,8 @@ class HostBuffer:
     def trim(self, num_bytes: int) -> None:
         """Give back the memory beyond ``num_bytes``; it can be used again."""
         kept = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if kept < len(self):
+        # A device would go on using the pages that were registered, and the file would have others.
+        if kept < len(self) and not self._pinned:
             os.ftruncate(self.fd, kept)
             os.ftruncate(self.fd, len(self))
 
@@ -69,13 +70,15 @@ class HostBuffer:
             return
         if self._pinned:
             _cudart().cudaHostUnregister(self._address())
-        os.close(self.fd)
-        self.fd = -1
         self.views, self.views_are_of = {}, None
+        fd, self.fd = self.fd, -1
         try:
             self.memory.close()
-        except BufferError:
+            os.ftruncate(fd, 0)  # gone also where a writer still has it mapped
+        except BufferError:  # someone looks at it
             return
+        finally:
+            os.close(fd)
 
 
 def _cudart() -> Any:

@@ -142,20 +142,28 @@ class SideStreams:
     """
 
     def __init__(self) -> None:
-        self._start: torch.cuda.Event | None = None
+        self._starts: dict[int, torch.cuda.Event] = {}
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch lacks types
-            self._start = torch.cuda.current_stream().record_event()
+            for index in range(torch.cuda.device_count()):
+                if torch.cuda.memory_reserved(index):  # elsewhere there is nothing to copy
+                    self._starts[index] = torch.cuda.current_stream(index).record_event()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def of(self, source: torch.Tensor) -> torch.cuda.StreamContext:
         """Return the context in which to copy ``source``, a CUDA tensor."""
-        if source.device not in self._streams:
-            stream: torch.cuda.Stream = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]  # likewise
-            if self._start is not None:
-                stream.wait_event(self._start)
-            self._streams[source.device] = stream
-        source.record_stream(self._streams[source.device])
-        return torch.cuda.stream(self._streams[source.device])
+        device = source.device
+        if device not in self._streams:
+            stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # likewise
+            start = self._starts.get(
+                torch.cuda.current_device() if device.index is None else device.index
+            )
+            if start is None:
+                torch.cuda.synchronize(device)
+            else:
+                stream.wait_event(start)
+            self._streams[device] = stream
+        source.record_stream(self._streams[device])
+        return torch.cuda.stream(self._streams[device])
 
     def wait(self) -> None:
         """Return when everything queued so far is in host memory."""

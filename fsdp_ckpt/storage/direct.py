@@ -16,6 +16,7 @@ import errno
 import os
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 __all__ = ["DirectFile"]
 
@@ -129,10 +130,11 @@ class DirectFile:
     def close(self) -> None:
         """Close both descriptors; once more is fine."""
         self._is_direct = False
-        for fd in (self._fd, self._direct_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct_fd = -1
+        fds, self._fd, self._direct_fd = (self._fd, self._direct_fd), -1, -1
+        with ExitStack() as closing:  # the second one also where the first fails, as on a full NFS
+            for fd in fds:
+                if fd >= 0:
+                    closing.callback(os.close, fd)
 
 
 def _split(byte_offset: int, num_bytes: int) -> Iterator[tuple[int, int, bool]]:

@@ -51,7 +51,7 @@ class FsspecStore:
         try:
             self._opened, self._root = fsspec.core.url_to_fs(self._url, **self._options)
         except (ValueError, ImportError) as e:
-            raise StorageError(f"{self.url}: {e}", key=self.url) from e
+            raise StorageError(f"{self.url}: {without_credentials(str(e))}", key=self.url) from e
         self._pid = os.getpid()
 
     @property
@@ -162,7 +162,8 @@ class FsspecStore:
 
 def without_credentials(text: str) -> str:
     """Return ``text`` with the user names and passwords in its URLs left out."""
-    return re.sub(r"://[^/@\s]*@", "://", text)
+    # A secret may hold slashes.
+    return re.sub(r"://(?:[^/@\s]*|[^/@\s:]*:[^@\s]*)@", "://", text)
 
 
 class FsspecWriter:

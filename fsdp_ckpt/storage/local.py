@@ -208,9 +208,11 @@ class LocalWriter:
     def abort(self) -> None:
         """Remove the file."""
         with mapped_os_errors(self._path):
-            self._file.close()
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
+            try:
+                self._file.close()
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(self._path)
 
 
 def _goes_direct(direct: bool | None, num_bytes: int) -> bool:

@@ -65,7 +65,7 @@ class S3Store:
         self._prefix = prefix.rstrip("/")
         if not self._bucket:
             raise StorageError(f"{self.url} names no bucket", key=self.url)
-        if "@" in self._bucket:
+        if without_credentials(url) != url or "@" in self._bucket:
             raise StorageError(
                 f"{self.url}: credentials belong in the storage options or the environment, not in the URL",
                 key=self.url,

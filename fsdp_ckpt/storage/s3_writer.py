@@ -146,7 +146,7 @@ class MultipartWriter:
         try:
             upload = self._store.again(self._key, create)
         finally:
-            if tries > 1:
+            if tries > 1 or not upload:
                 self._abort_others(upload)
         return upload
 

@@ -23,7 +23,8 @@ class Watermark:
     def advance(self, num_bytes: int) -> None:
         """Say that the first ``num_bytes`` are filled."""
         with self._changed:
-            self._num_bytes = max(self._num_bytes, num_bytes)
+            if self._error is None:  # what comes after a gap is not filled from the start
+                self._num_bytes = max(self._num_bytes, num_bytes)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:

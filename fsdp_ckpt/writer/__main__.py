@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fsdp_ckpt.errors import StorageError, error_to_json
 from fsdp_ckpt.storage.watermark import Watermark
@@ -47,23 +47,40 @@ def main(arguments: list[str]) -> int:
     worker = threading.Thread(target=_work, args=(channel, jobs), name="fsdp_ckpt-jobs")
     worker.start()
     marks: dict[int, Watermark] = {}
-    while received := channel.receive():
-        message, fd = received
-        number = message["id"]
-        if fd is not None:
-            marks[number] = Watermark()
-            jobs.put((number, WriteJob(**message["job"]), fd, marks[number]))
-        elif message["kind"] == "filled":
-            marks[number].advance(message["bytes"])
-        else:
-            marks[number].fail(StorageError(message["error"]))
+    try:
+        while received := channel.receive():
+            _take(*received, channel, jobs, marks)
+    finally:
+        for mark in marks.values():  # those that are filled do not care
+            mark.fail(StorageError("the training process is gone"))
+        jobs.put(None)
+        worker.join()
+    return 0
+
+
+def _take(
+    message: dict[str, Any],
+    fd: int | None,
+    channel: Channel,
+    jobs: Jobs,
+    marks: dict[int, Watermark],
+) -> None:
+    """Act on one message."""
+    number, kind = message["id"], message["kind"]
+    if kind == "write" and fd is None:
+        error = StorageError("the image's descriptor did not arrive; too many open files?")
+        channel.send({"kind": "failed", "id": number, "error": error_to_json(error)})
+    elif kind == "write" and fd is not None:
+        marks[number] = Watermark()
+        jobs.put((number, WriteJob(**message["job"]), fd, marks[number]))
         # Jobs are done in order: what is not among the newest has ended.
         marks.pop(number - MAX_QUEUED, None)
-    for mark in marks.values():  # those that are filled do not care
-        mark.fail(StorageError("the training process is gone"))
-    jobs.put(None)
-    worker.join()
-    return 0
+    elif number not in marks:
+        return  # of a job that was not taken; who sent it knows
+    elif kind == "filled":
+        marks[number].advance(message["bytes"])
+    else:
+        marks[number].fail(StorageError(message["error"]))
 
 
 def _work(channel: Channel, jobs: Jobs) -> None:

@@ -275,11 +275,11 @@ def test_an_unresolved_answer_is_a_failure(tmp_path: pathlib.Path) -> None:
 def test_a_retired_checkpoint_makes_room_for_another(root: LocalStore) -> None:
     """Its step can be saved again; what was there stays to be looked at, and is no checkpoint any more."""
     store = folder(root, 7)
-    retire_manifest(store)  # nothing there: nothing to do
+    retire_manifest(store, None)  # nothing there: nothing to do
     write_checkpoint(store, 7)
     damaged = store.read(MANIFEST_KEY)[:-9]
     overwrite(store, MANIFEST_KEY, damaged)
-    retire_manifest(store)
+    retire_manifest(store, None)
     refuse_committed(store, 7)
     assert [store.read(name) for name in store.list_files()] == [damaged]
     second = write_checkpoint(store, 7)

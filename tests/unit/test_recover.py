@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,14 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_ckpt import CheckpointManager, CorruptCheckpointError, NotFoundError, TrainState
-from fsdp_ckpt.commit.publish import read_manifest
-from fsdp_ckpt.commit.recover import (
-    abandon_attempts,
-    publish_complete_attempt,
-    rebuild_manifest,
+from fsdp_ckpt import (
+    AlreadyCommittedError,
+    CheckpointManager,
+    CorruptCheckpointError,
+    IncompleteWriteError,
+    NotFoundError,
+    StorageError,
+    TrainState,
 )
+from fsdp_ckpt.commit import fence, publish
+from fsdp_ckpt.commit.fence import Fences
+from fsdp_ckpt.commit.publish import read_manifest
+from fsdp_ckpt.commit.recover import find_complete_attempt, rebuild_manifest
 from fsdp_ckpt.storage import open_store
+from fsdp_ckpt.storage.local import LocalStore
 from tests.bits import live_bits
 
 
@@ -71,26 +77,72 @@ def test_a_step_that_is_asked_for_is_recovered_too(tmp_path: Path) -> None:
     assert Job(tmp_path).manager.restore(4).step == 4
 
 
-def test_what_was_passed_over_is_never_published(tmp_path: Path) -> None:
-    """Once a run went on from an older checkpoint, a late writer cannot bring the newer one back."""
-    job = Job(tmp_path)
-    job.save(1)
-    folder = job.save(2)
+def another_process() -> None:
+    """Make what follows count as another job: a process is one, whatever managers it has."""
+    fence._raised.clear()
+    publish._renew_token()
+
+
+def hide(folder: Path) -> Callable[[], object]:
+    """Take a step's manifest and its file away; return how to bring the file back."""
     (folder / "manifest.json").unlink()
     (shard,) = folder.rglob("*.safetensors")
     late = shard.with_suffix(".late")
     shard.rename(late)
-    assert job.manager.restore().step == 1
-    late.rename(shard)
-    again = Job(tmp_path)
-    report = again.manager.restore()
-    assert report.step == 1
-    assert [s.step for s in report.skipped] == [2]
+    return lambda: late.rename(shard)
+
+
+def test_a_late_writer_does_not_bring_back_what_the_run_has_left(tmp_path: Path) -> None:
+    """Once a later job has published, attempts from before are dead, also at higher steps."""
+    first = Job(tmp_path)
+    first.save(1)
+    arrive = hide(first.save(5))
+    another_process()
+    second = Job(tmp_path, seed=1)
+    report = second.manager.restore()
+    assert (report.step, [s.step for s in report.skipped]) == (1, [5])
+    second.save(2)
+    arrive()
+    another_process()
+    third = Job(tmp_path, seed=2)
+    report = third.manager.restore()
+    assert (report.step, [s.step for s in report.skipped]) == (2, [5])
     with pytest.raises(NotFoundError):
-        again.manager.restore(2)
+        third.manager.restore(5)
     # The step can be saved anew, by another attempt.
-    again.save(2)
+    third.save(5)
+    assert Job(tmp_path).manager.restore().step == 5
+
+
+def test_looking_decides_nothing(tmp_path: Path) -> None:
+    """A job that only restores, as an evaluation does, takes no attempt's chance."""
+    job = Job(tmp_path)
+    job.save(1)
+    arrive = hide(job.save(2))
+    another_process()
+    assert Job(tmp_path).manager.restore().step == 1
+    arrive()
     assert Job(tmp_path).manager.restore().step == 2
+
+
+def test_a_job_that_was_cut_off_cannot_publish_over_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither late nor after its successor's first save; the successor goes on."""
+    old = Job(tmp_path)
+    old.save(1)
+    mine, token = dict(fence._raised), publish._token
+    another_process()
+    new = Job(tmp_path, seed=1)
+    new.manager.restore()
+    new.save(2)
+    fence._raised.update(mine)
+    monkeypatch.setattr(publish, "_token", token)
+    with pytest.raises(IncompleteWriteError, match="another job has gone on"):
+        old.save(3)
+    another_process()
+    assert Job(tmp_path).manager.restore().step == 2
+    assert len(list(tmp_path.glob("resumed-*.json"))) == 2
 
 
 def truncate(shard: Path) -> None:
@@ -134,7 +186,7 @@ def test_what_is_not_whole_is_not_published(tmp_path: Path, damage: Callable[[Pa
     (attempt,) = store.list_folders()
     with pytest.raises((CorruptCheckpointError, NotFoundError)):
         rebuild_manifest(store, attempt)
-    assert publish_complete_attempt(store) is None
+    assert find_complete_attempt(store, Fences(())) is None
     assert job.manager.restore().step == 1
 
 
@@ -151,16 +203,43 @@ def test_the_newest_complete_attempt_wins(tmp_path: Path) -> None:
     (folder / "manifest.json").unlink()
     shutil.move(kept, old)
     (folder / "29990101T000000-dead").mkdir()
-    assert publish_complete_attempt(open_store(folder)).attempt == new.name  # type: ignore[union-attr]
+    store = open_store(folder)
+    assert find_complete_attempt(store, Fences(())).attempt == new.name  # type: ignore[union-attr]
+    assert find_complete_attempt(store, Fences((new.name,))).attempt == new.name  # type: ignore[union-attr]
+    assert find_complete_attempt(store, Fences(("29990101-x",))) is None
 
 
-def test_abandoning_twice_is_fine(tmp_path: Path) -> None:
-    """Every restore that passes over an attempt says so."""
+def test_a_store_that_fails_for_a_moment_costs_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be read now is an error, not a torn attempt."""
     job = Job(tmp_path)
-    folder = job.save(2)
-    (folder / "manifest.json").unlink()
-    for _ in range(2):
-        abandon_attempts(open_store(folder))
-    assert publish_complete_attempt(open_store(folder)) is None
-    (mark,) = folder.rglob("abandoned.json")
-    assert json.loads(mark.read_text()) == {}
+    job.save(1)
+    (job.save(2) / "manifest.json").unlink()
+    real = LocalStore.read_into
+
+    def unreachable(self: LocalStore, key: str, byte_offset: int, buffer: memoryview) -> None:
+        raise StorageError(f"{key}: 503", retryable=True)
+
+    monkeypatch.setattr(LocalStore, "read_into", unreachable)
+    with pytest.raises(StorageError):
+        job.manager.restore()
+    monkeypatch.setattr(LocalStore, "read_into", real)
+    assert job.manager.restore().step == 2
+
+
+def test_only_what_was_found_damaged_is_replaced(tmp_path: Path) -> None:
+    """Another job's whole checkpoint of the same step stays, though this one found an older one damaged."""
+    first = Job(tmp_path)
+    first.save(1)
+    folder = first.save(2)
+    (shard,) = folder.rglob("*.safetensors")
+    truncate(shard)
+    slow, quick = Job(tmp_path, seed=1), Job(tmp_path, seed=2)
+    for job in (slow, quick):
+        assert job.manager.restore().step == 1
+    quick.save(2)
+    committed = (folder / "manifest.json").read_bytes()
+    with pytest.raises(AlreadyCommittedError):
+        slow.save(2)
+    assert (folder / "manifest.json").read_bytes() == committed
