@@ -85,9 +85,7 @@ class RankGroup:
             return cls(timeout_s=timeout_s)
         # The public API gives no handle on the store that init_process_group made.
         default: Store = dist.distributed_c10d._get_default_store()
-        clone = getattr(default, "clone", None)  # torch >= 2.8
-        if clone is not None:
-            default = clone()
+        default, is_shared = _own_connection(default)
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
             f"fsdp_ckpt/{next(_numbers)}", default
         )
@@ -97,7 +95,7 @@ class RankGroup:
             store,
             timeout_s,
             lingers=lingers,
-            polls=clone is None,
+            polls=is_shared,
         )
 
     @property
@@ -311,6 +309,17 @@ class RankGroup:
         except RuntimeError:  # the store itself is gone
             later = []
         return [first, *later]
+
+
+def _own_connection(store: Store) -> tuple[Store, bool]:
+    """Return a store for one group, and whether other threads wait on the same connection."""
+    inner: Any = store
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, dist.TCPStore):
+        return store, False  # in files or in memory: no call keeps the others out while it waits
+    clone = getattr(store, "clone", None)  # torch >= 2.8
+    return (store, True) if clone is None else (clone(), False)
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
