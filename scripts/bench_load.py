@@ -22,11 +22,11 @@ from bench_parts.clock import Clock, Spans, Times, combine, run_rounds, speed
 from bench_parts.dcp import DcpSaves
 from bench_parts.limits import PlainBuffer, align, drop_cached, share_of
 from bench_parts.report import Goal, report
-from bench_parts.training import Training, over_tcp
+from bench_parts.training import Training
 from torch.distributed.checkpoint import FileSystemReader
 
 from fsdp_ckpt import CheckpointManager, SaveOptions
-from fsdp_ckpt.testing import run_ranks
+from fsdp_ckpt.testing import over_tcp, run_ranks
 
 NUM_SAVED, NUM_LOADED = 4, (4, 2, 3)
 GOALS = {"same_over_raw": Goal(0.85), "reshard_over_raw": Goal(0.75)}

@@ -25,11 +25,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench_parts.clock import Clock, Spans, Times, combine, run_rounds
 from bench_parts.report import Goal, report
-from bench_parts.training import Training, over_tcp
+from bench_parts.training import Training
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from fsdp_ckpt import CheckpointManager, SaveOptions
-from fsdp_ckpt.testing import run_ranks
+from fsdp_ckpt.testing import over_tcp, run_ranks
 
 NUM_RANKS = 4
 SERVERS = ("juicefs", "rclone")

@@ -31,12 +31,12 @@ from bench_parts.clock import Clock, Spans, Times, combine, run_rounds, speed
 from bench_parts.dcp import DcpSaves
 from bench_parts.limits import PlainBuffer
 from bench_parts.report import Goal, report
-from bench_parts.training import Training, over_tcp
+from bench_parts.training import Training
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from fsdp_ckpt import CheckpointManager, SaveHandle, SaveOptions
 from fsdp_ckpt.options import SaveMode, WriterKind
-from fsdp_ckpt.testing import run_ranks
+from fsdp_ckpt.testing import over_tcp, run_ranks
 
 NUM_RANKS = 4
 # Undisturbed steps before a save in flight; and those between two optimizer steps, as micro-batches are.

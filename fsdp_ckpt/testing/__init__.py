@@ -6,7 +6,13 @@ from fsdp_ckpt.testing.fault_proxy import FaultProxy
 from fsdp_ckpt.testing.fault_store import FaultStore
 from fsdp_ckpt.testing.faults import Fault, FaultNotFiredError, FaultPlan, Operation
 from fsdp_ckpt.testing.http_faults import HttpFault, HttpRequest
-from fsdp_ckpt.testing.ranks import RankResult, RanksFailedError, RanksResult, run_ranks
+from fsdp_ckpt.testing.ranks import (
+    RankResult,
+    RanksFailedError,
+    RanksResult,
+    over_tcp,
+    run_ranks,
+)
 
 __all__ = [
     "Fault",
@@ -20,5 +26,6 @@ __all__ = [
     "RankResult",
     "RanksFailedError",
     "RanksResult",
+    "over_tcp",
     "run_ranks",
 ]

@@ -16,6 +16,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["RankResult", "RanksFailedError", "RanksResult", "run_ranks"]
+__all__ = ["RankResult", "RanksFailedError", "RanksResult", "over_tcp", "run_ranks"]
 
 LOG_TAIL_LINES = 40
 # How long a signalled rank may take to write its stacks and die.
@@ -120,6 +121,13 @@ class _Job:
         return self.folder / f"rank-{rank}.{suffix}"
 
 
+def over_tcp() -> dict[str, str]:
+    """Return the environment in which ranks meet over TCP, at a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -143,8 +151,8 @@ def run_ranks(
         timeout_s: Seconds from the start until all ranks must have ended.
         grace_s: Seconds that the other ranks get to end once one has failed.
         backend: Of ``torch.distributed``.
-        env: Environment variables to add, set before torch is imported. With MASTER_ADDR and MASTER_PORT
-            ranks meet over TCP, as under torchrun; otherwise through a file, which is slower.
+        env: Environment variables to add, set before torch is imported. With :func:`over_tcp` ranks meet as
+            under torchrun; otherwise through a file, by which each of their messages takes milliseconds.
         check: Raise when a rank failed; otherwise the results tell.
 
     Returns:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import time
 
 import torch
@@ -16,17 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ckpt import TrainState
 
-__all__ = ["Training", "over_tcp"]
+__all__ = ["Training"]
 
 NUM_LAYERS = 24
 BATCH, WIDTH = 256, 1024  # of a step: some 30 ms where two ranks share a core
-
-
-def over_tcp() -> dict[str, str]:
-    """Return the environment in which ranks meet as under torchrun, at a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 class Training:

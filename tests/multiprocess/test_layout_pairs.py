@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdp_ckpt import CheckpointManager
-from fsdp_ckpt.testing import run_ranks
+from fsdp_ckpt.testing import over_tcp, run_ranks
 from tests.layouts import (
     Layouts,
     Live,
@@ -131,8 +131,11 @@ def outcomes(root: str) -> dict[int, list[tuple[int, list[str]]]]:
     """Return world size → per rank, the number of pairs and what went wrong."""
     train_and_save(Live.of(Net(0)), f"{root}/1/plain", used=True)
     for world_size in (4, 2):
-        run_ranks(save_layouts, world_size, root)
-    return {n: run_ranks(load_into_layouts, n, root, timeout_s=400).values for n in (4, 2)}
+        run_ranks(save_layouts, world_size, root, env=over_tcp())
+    return {
+        n: run_ranks(load_into_layouts, n, root, timeout_s=400, env=over_tcp()).values
+        for n in (4, 2)
+    }
 
 
 @pytest.mark.parametrize("world_size", [4, 2])
