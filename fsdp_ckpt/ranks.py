@@ -27,6 +27,7 @@ from fsdp_ckpt.errors import (
     error_from_json,
     error_to_json,
 )
+from fsdp_ckpt.rank_store import connect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -83,9 +84,7 @@ class RankGroup:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s)
-        # The public API gives no handle on the store that init_process_group made.
-        default: Store = dist.distributed_c10d._get_default_store()
-        default, is_shared = _connect(default, in_background=lingers)
+        default, is_shared = connect(in_background=lingers)
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
             f"fsdp_ckpt/{next(_numbers)}", default
         )
@@ -309,30 +308,6 @@ class RankGroup:
         except RuntimeError:  # the store itself is gone
             later = []
         return [first, *later]
-
-
-# The default store, and our own connection to it for each of the two kinds of groups: to make one can take
-# seconds (torch 2.13: now and then a TCPStore's client waits before it connects again).
-_connections: tuple[Store, dict[bool, Store]] | None = None
-
-
-def _connect(default: Store, *, in_background: bool) -> tuple[Store, bool]:
-    """Return a connection for groups of one kind, and whether several threads wait on it."""
-    global _connections
-    inner: Any = default
-    while isinstance(inner, dist.PrefixStore):  # type: ignore[attr-defined]  # torch lists no names
-        inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):  # type: ignore[attr-defined]  # likewise
-        return default, False  # in files or in memory: no call keeps the others out while it waits
-    clone = getattr(default, "clone", None)  # torch >= 2.8
-    if clone is None:
-        return default, True
-    if _connections is None or _connections[0] is not default:
-        _connections = default, {}
-    made = _connections[1]
-    if in_background not in made:
-        made[in_background] = clone()
-    return made[in_background], in_background
 
 
 def _outcome(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -146,8 +146,10 @@ class Stager:
         def release() -> None:
             self._pool.release(image.buffer)
 
-        is_remote = self._address is not None and self._options.writer == "process"
-        writer = self._persister.writer(in_process=is_remote and mode != "sync")
+        is_apart = (
+            self._options.writer == "process" and self._address is not None and mode != "sync"
+        )
+        writer = self._persister.writer(in_process=is_apart)
         job = image.job(f"{folder}/{image.name}", self._num_threads, self._address or {})
         try:
             streams = SideStreams()
