@@ -235,7 +235,7 @@ def test_one_ranks_refusal_is_every_ranks_failure(tmp_path: Path) -> None:
 
 def slow_storage(root: str, on_busy: str) -> dict[str, Any]:
     """Thirty saves back to back, beside all-reduces; rank 1's storage takes a while for the first file."""
-    delay_s = 3.0
+    delay_s = 6.0
     if dist.get_rank() == 1:
         real, seen = LocalStore.write, []
 
