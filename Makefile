@@ -10,10 +10,12 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := $(wildcard fsdp_ckpt tests scripts)
 
-# Arithmetic and stores, many tests at once; then those that start ranks themselves, one at a time, since each
-# of them keeps every core busy. wildcard: only folders that exist.
+# Arithmetic and stores, many tests at once; servers and crashes in one process each, two files at once; then
+# those that start ranks themselves, one at a time, since each of them keeps every core busy. wildcard: only
+# folders that exist.
 FAST_TESTS := $(wildcard tests/unit tests/contract tests/golden)
-RANK_TESTS := $(wildcard tests/multiprocess tests/fault tests/s3 tests/e2e)
+SERVED_TESTS := $(wildcard tests/s3 tests/fault)
+RANK_TESTS := $(wildcard tests/multiprocess tests/e2e)
 
 # One torch thread per rank: the ranks of a test share the cores of one machine.
 export OMP_NUM_THREADS := 1
@@ -40,6 +42,7 @@ check: $(INSTALLED)
 # pytest's closing line of each run tells how many tests passed, failed and were skipped.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(SERVED_TESTS)
 	$(BIN)/python -m pytest -q --durations=10 $(RANK_TESTS)
 
 # Hostile input, for minutes; `make test` replays the corpus and fuzzes for seconds.
