@@ -86,9 +86,8 @@ class Saver:
         self._stager = Stager(
             root, self._persister, options, pool, address=address, num_threads=num_threads
         )
-        self._handles: dict[
-            int, SaveHandle
-        ] = {}  # by the save's number, which is the same on all ranks
+        # By the save's number, which is the same on all ranks.
+        self._handles: dict[int, SaveHandle] = {}
         self._num_saves = 0
 
     # --- the call ---
@@ -172,10 +171,6 @@ class Saver:
 
     # --- what is under way ---
 
-    def wait_staged(self) -> None:
-        """Return when the live state may change again."""
-        self._stager.wait_staged()
-
     @property
     def writer_pid(self) -> int | None:
         """Process id of the writer process, once it has been started."""
@@ -215,9 +210,8 @@ class Saver:
         def look() -> dict[str, Any]:
             handles = self._handles.items()
             planner.set_up(state.collect(), rank=group.rank, world_size=group.world_size)
-            self._parameter_names(
-                state
-            )  # known from here on, so that nothing fails after this exchange
+            # Known from here on, so that nothing fails after this exchange.
+            self._parameter_names(state)
             return {
                 "print": [step, planner.structure, planner.content()],
                 "failed": next((n for n, h in handles if h.has_failed and not h.is_reported), None),

@@ -14,7 +14,6 @@ One run at a time: a second one into the same folder makes the first fail.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -25,6 +24,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from fsdp_ckpt.errors import AlreadyCommittedError, CheckpointError, NotFoundError
+from fsdp_ckpt.storage.durable import fsync_dir
 from fsdp_ckpt.storage.local import LocalStore, mapped_os_errors
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
@@ -103,7 +103,7 @@ class _LocalFolder:
         _remove_weights(self._store)
         with mapped_os_errors(self._store.url):
             # The older index is gone for good before a file that it names changes.
-            _sync_folder(self._store.url)
+            fsync_dir(self._store.url)
             self._rename([*self._companions, *self._names])
             if index is not None:
                 self._rename([INDEX_NAME])
@@ -113,7 +113,7 @@ class _LocalFolder:
         """Give files their final names; they have them durably when this returns."""
         for name in names:
             os.rename(os.path.join(self._partial.url, name), os.path.join(self._store.url, name))
-        _sync_folder(self._store.url)
+        fsync_dir(self._store.url)
 
     def discard(self) -> None:
         shutil.rmtree(self._partial.url, ignore_errors=True)
@@ -203,15 +203,3 @@ def read_companions(store: Store) -> dict[str, bytes]:
             "another folder"
         )
     return {name: store.read(name) for name in names}
-
-
-def _sync_folder(path: str) -> None:
-    """Make removals and renames in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):  # some mounts cannot
-            raise
-    finally:
-        os.close(fd)
