@@ -31,6 +31,8 @@ __all__ = ["FaultProxy"]
 
 PIECE_BYTES = 256 * 1024
 TIMEOUT_S = 60.0
+# How long a server may take to notice that a request was cut.
+END_PATIENCE_S = 5.0
 SLOW_DOWN = (
     b'<?xml version="1.0" encoding="UTF-8"?>'
     b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
@@ -193,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.send(_chunk(piece) if is_chunked else piece[:left])
             left -= len(piece)
             if left <= 0:
+                _await_end(server.sock)
                 self._reset()
         if is_chunked:
             server.send(_chunk(b""))
@@ -265,6 +268,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the plan has the requests."""
+
+
+def _await_end(server: socket.socket) -> None:
+    """End a cut request, and wait until the server is done with it: what it does next is no race."""
+    server.shutdown(socket.SHUT_WR)
+    server.settimeout(END_PATIENCE_S)
+    with suppress(ConnectionError, TimeoutError):
+        while server.recv(PIECE_BYTES):
+            pass
 
 
 def _chunk(data: bytes) -> bytes:

@@ -99,8 +99,12 @@ class S3Place:
         self.url = f"s3://{self.bucket}/run"
         self.options = server.storage_options(endpoint)
         # Shares neither listings nor connections with a filesystem that a test uses.
+        # Of rivals on rclone, one's checksum may lie beside the other's bytes.
         self._fs = s3fs.S3FileSystem(
-            **server.storage_options(), use_listings_cache=False, skip_instance_cache=True
+            **server.storage_options(),
+            config_kwargs={"response_checksum_validation": "when_required"},
+            use_listings_cache=False,
+            skip_instance_cache=True,
         )
         self._fs.mkdir(self.bucket)
 
