@@ -2,8 +2,8 @@
 
     find -> compare -> fetch -> (all ranks have theirs) -> deliver -> apply
 
-Invariant: nothing live changes before every rank holds its verified bytes; all ranks take the same
-checkpoint, and leave with the same outcome.
+Invariant: all ranks take the same checkpoint, and leave with the same outcome: before every rank holds its
+verified bytes, what has changed of the live state can be put back, and is where one fails.
 """
 
 from __future__ import annotations
@@ -235,6 +235,9 @@ class _Restore:
         try:
             fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
             self._apply(state, plan, saved, fetched)
+        except BaseException:
+            self._reader.undo()
+            raise
         finally:
             self._reader.release()
         return self._report(plan, saved)
@@ -300,7 +303,7 @@ class _Restore:
             plan.resharded[name] = group.run(f"sharing out {name}", reshard)
 
     def _fetch(self, state: TrainState, plan: RestorePlan) -> Fetched:
-        fetched = self._reader.fetch(self._planner.create_local_plan())
+        fetched = self._reader.fetch(self._planner.create_local_plan(), self._planner)
         absent = frozenset(fetched.absent)
         for path in list(self._leaves):
             if not self._planner.is_loaded(path) or path_name(path) in absent:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import xxhash
 
 MIB = 1024 * 1024
-BLOCK_BYTES, WRITE_BYTES = 4 * MIB, 16 * MIB
+BLOCK_BYTES, WRITE_BYTES = MIB // 4, 16 * MIB
 
 Digest = Callable[[memoryview], object]
 

@@ -64,6 +64,7 @@ class MemoryStore:
     """
 
     concurrency = 1
+    gap_bytes = 0
 
     def __init__(self, files: dict[str, bytes], prefix: str = "") -> None:
         self.files, self.prefix = files, prefix

@@ -28,7 +28,7 @@ from fsdp_ckpt.manifest.schema import MAX_MANIFEST_BYTES, Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.plan.box import Box, byte_span, overlap
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, blocks_of, coalesce_blocks
+from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, coalesce_ranges
 from fsdp_ckpt.storage.shard_io import digest, plan_reads, run_all
 from fsdp_ckpt.storage.store import Store
 
@@ -249,6 +249,7 @@ class Checkpoint:
         pieces: Iterable[Piece],
         num_threads: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
+        take: Callable[[int, int, memoryview], None] | None = None,
     ) -> SourceImages:
         """Read all pieces, verified.
 
@@ -256,6 +257,8 @@ class Checkpoint:
             pieces: What to read.
             num_threads: Reads in flight; by default as many as suit the store.
             allocate: Number of bytes → page-aligned buffer, of which only what is read is touched.
+            take: Called with each verified block, by the thread that read it: the rank whose file it is of,
+                its first byte in the file's data, and its bytes, which may be changed.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
@@ -271,36 +274,42 @@ class Checkpoint:
             part = memory[position : position + span.stop - span.start]
             position += rooms[rank] * PAGE_BYTES
             buffers[rank] = span.start, part
-            calls += self._reads(rank, span, part)
+            calls += self._reads(rank, span, part, take)
         run_all(calls, num_threads or self.store.concurrency)
         return SourceImages(buffers)
 
     def _spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:
-        """Return, for each rank's file, the blocks that are wanted and from where to where they reach."""
+        """Return, for each rank's file, what is wanted and from where to where it reaches."""
         spans: dict[int, Span] = {}
         for piece in pieces:
             entry = piece.entry
             if piece.rank == INLINE:
                 continue
+            if piece.rank not in spans:
+                spans[piece.rank] = Span(self.header(piece.rank).layout.data_bytes)
             start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
-            blocks = blocks_of(entry.byte_offset + start, entry.byte_offset + stop)
-            spans.setdefault(piece.rank, Span()).add(
-                blocks, entry, self.header(piece.rank).layout.data_bytes
-            )
+            spans[piece.rank].add(entry.byte_offset + start, entry.byte_offset + stop, entry)
         return spans
 
-    def _reads(self, rank: int, span: Span, buffer: memoryview) -> list[Callable[[], None]]:
+    def _reads(
+        self,
+        rank: int,
+        span: Span,
+        buffer: memoryview,
+        take: Callable[[int, int, memoryview], None] | None,
+    ) -> list[Callable[[], None]]:
         file, header = self.manifest.files[rank], self.header(rank)
         calls = plan_reads(
             self.store,
             file.name,
-            coalesce_blocks(span.blocks, header.layout.data_bytes),
+            coalesce_ranges(span.ranges, self.store.gap_bytes),
             buffer,
             data_offset=file.data_offset,
             block_bytes=BLOCK_BYTES,
             digests=header.digests,
             explain=lambda start, stop: list_names(names_between(header, start, stop)),
             origin=span.start,
+            take=None if take is None else partial(take, rank),
         )
 
         def guarded(call: Callable[[], None]) -> None:

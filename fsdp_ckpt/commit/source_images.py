@@ -11,7 +11,7 @@ import numpy as np
 from fsdp_ckpt.errors import StorageError
 from fsdp_ckpt.plan.box import Box, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize
-from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, blocks_of
+from fsdp_ckpt.plan.image import Entry, whole_blocks
 
 __all__ = ["INLINE", "Piece", "SourceImages", "Span", "allocate_sparsely", "reserve"]
 
@@ -57,20 +57,24 @@ class SourceImages:
 
 
 class Span:
-    """The blocks wanted of one file, and the part of its data that holds them and whole entries."""
+    """What is wanted of one file, and the part of its data that holds it and whole entries.
 
-    def __init__(self) -> None:
-        self.blocks: set[int] = set()
+    Args:
+        data_bytes: Of the file's data.
+    """
+
+    def __init__(self, data_bytes: int) -> None:
+        self.ranges: list[tuple[int, int]] = []
         self.start = 2**62
         self.stop = 0
+        self._data_bytes = data_bytes
 
-    def add(self, blocks: range, entry: Entry, data_bytes: int) -> None:
-        """Add the blocks that hold a part of an entry."""
-        self.blocks.update(blocks)
-        first = blocks_of(entry.byte_offset, entry.byte_offset + 1).start
-        self.start = min(self.start, first * BLOCK_BYTES)
-        end = min(blocks.stop * BLOCK_BYTES, data_bytes)
-        self.stop = max(self.stop, end, entry.byte_offset + entry.num_bytes)
+    def add(self, start: int, stop: int, entry: Entry) -> None:
+        """Add the bytes [start, stop) of the data, a part of ``entry``."""
+        first, last = whole_blocks(start, stop, self._data_bytes)
+        self.ranges.append((first, last))
+        self.start = min(self.start, whole_blocks(entry.byte_offset, stop, self._data_bytes)[0])
+        self.stop = max(self.stop, last, entry.byte_offset + entry.num_bytes)
 
 
 def reserve(num_bytes: int) -> mmap.mmap:

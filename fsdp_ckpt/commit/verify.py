@@ -14,7 +14,7 @@ from fsdp_ckpt.storage.shard_io import digest
 
 __all__ = ["find_damage"]
 
-READ_BYTES = 8 * BLOCK_BYTES
+READ_BYTES = 32 * 1024 * 1024  # whole blocks
 MAX_LACKING = 100
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece
 from fsdp_ckpt.dcp.live import CODEC, EXTENSIONS, dtype_name, torch_dtype
-from fsdp_ckpt.dcp.reader import piece_tensor
+from fsdp_ckpt.dcp.pieces import piece_tensor
 from fsdp_ckpt.dcp.state_view import bytes_of
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.manifest.typed_json import Codec, Extension, Json

@@ -1,10 +1,11 @@
 """The StorageReader: verified bytes first, live tensors after.
 
-    fetch    read every needed block of every needed file, check its digest; nothing live changes
+    fetch    read every needed block of every needed file, check its digest
     deliver  copy the pieces into the tensors that the planner resolves
 
-``dcp.load`` calls both in one go, so that a rank whose own bytes are damaged changes nothing of its own;
-``CheckpointManager`` lets all ranks agree in between.
+``dcp.load`` calls both in one go, so that a rank whose own bytes are damaged changes nothing of its own.
+``CheckpointManager`` lets all ranks agree in between, and has what is verified swapped with the live memory
+while the rest is being read: ``undo`` swaps it back.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece, SourceImages
 from fsdp_ckpt.dcp.live import CODEC, torch_dtype
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
-from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError, NotFoundError, StorageError
+from fsdp_ckpt.dcp.moves import by_rank, plan_moves
+from fsdp_ckpt.dcp.pieces import PieceFinder, piece_tensor
+from fsdp_ckpt.errors import MismatchError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
-from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
+from fsdp_ckpt.snapshot.exchange import Exchange
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["Fetched", "ShardedStorageReader", "piece_tensor"]
+__all__ = ["Fetched", "ShardedStorageReader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Fetched:
         empty: (item, row) per tensor that is handed over whole and has no elements.
         absent: Names of which other ranks have their own, and this rank nothing.
         images: The bytes.
+        live: Items whose bytes are in their live tensors already, by their place among ``pieces``.
     """
 
     pieces: list[tuple[ReadItem, Piece]]
@@ -59,6 +63,7 @@ class Fetched:
     empty: list[tuple[ReadItem, TensorRow]]
     absent: list[str]
     images: SourceImages
+    live: frozenset[int] = frozenset()
 
 
 class ShardedStorageReader(StorageReader):
@@ -85,6 +90,7 @@ class ShardedStorageReader(StorageReader):
         self._num_threads = num_threads
         self._pool = pool
         self._buffers: list[HostBuffer] = []  # of the pool, in use
+        self._exchange = Exchange({})
         self._rank = 0
         self._world_size = 1
         self._keep_own: Callable[[str], bool] = lambda name: False
@@ -170,8 +176,13 @@ class ShardedStorageReader(StorageReader):
 
     # --- the two halves of a load ---
 
-    def fetch(self, plan: LoadPlan) -> Fetched:
+    def fetch(self, plan: LoadPlan, into: LoadPlanner | None = None) -> Fetched:
         """Read and verify everything the plan needs; nothing live changes.
+
+        Args:
+            plan: What to read.
+            into: Swap what can be with the live tensors that it resolves, on the way; until
+                :meth:`deliver_tensors`, :meth:`undo` puts them back, and it must where this raises.
 
         Raises:
             CorruptCheckpointError: Missing or damaged; names step, rank, file and tensors.
@@ -179,31 +190,39 @@ class ShardedStorageReader(StorageReader):
             StorageError: The store failed in a way that may pass.
         """
         checkpoint = self.checkpoint
+        finder = PieceFinder(checkpoint, self._rank, self._world_size, self._keep_own)
         values_by_name = {path_name(p): v for p, v in checkpoint.manifest.values.items()}
-        own_values, own_tensors = self._own_values(), self._own_tensors()
+        own_values, own_tensors = finder.own_values, finder.own_tensors
         partial = frozenset(path_name(p) for p in checkpoint.manifest.partial)
         absent: list[str] = []
-        varying = frozenset(path_name(p) for p in checkpoint.manifest.varying)
         pieces: list[tuple[ReadItem, Piece]] = []
         values: list[tuple[ReadItem, Json]] = []
         empty: list[tuple[ReadItem, TensorRow]] = []
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.TENSOR:
-                pieces.append((item, self._tensor_piece(item, varying)))
+                pieces.append((item, finder.tensor_piece(item)))
             elif name in own_values:
                 values.append((item, own_values[name]))
-            elif name in partial and name not in own_tensors and self._has_own(name):
+            elif name in partial and name not in own_tensors and finder.has_own(name):
                 absent.append(name)
             elif name in values_by_name and name not in own_tensors:
                 values.append((item, values_by_name[name]))
-            elif (piece := self._whole_piece(name)) is not None:
+            elif (piece := finder.whole_piece(name)) is not None:
                 pieces.append((item, piece))
             else:
                 empty.append((item, checkpoint.rows[name]))
         allocate = None if self._pool is None else self._allocate
-        images = checkpoint.read((piece for _, piece in pieces), self._num_threads, allocate)
-        return Fetched(pieces, values, empty, absent, images)
+        moves = plan_moves(pieces, into) if into is not None else {}
+        exchange = self._exchange = Exchange(by_rank(pieces, moves))
+        images = checkpoint.read(
+            (piece for _, piece in pieces), self._num_threads, allocate, exchange.take
+        )
+        return Fetched(pieces, values, empty, absent, images, frozenset(moves))
+
+    def undo(self) -> None:
+        """Give live tensors back what was in them before :meth:`fetch`."""
+        self._exchange.undo()
 
     def _allocate(self, num_bytes: int) -> memoryview:
         if self._pool is None:
@@ -231,10 +250,11 @@ class ShardedStorageReader(StorageReader):
         self.deliver_values(fetched, planner)
 
     def deliver_tensors(self, fetched: Fetched, planner: LoadPlanner) -> None:
-        """Copy the tensors into the memory that the planner resolves."""
+        """Copy the tensors into the memory that the planner resolves; there is no way back."""
+        self._exchange.keep()
         with torch.no_grad():
-            for item, piece in fetched.pieces:
-                if item.type == LoadItemType.TENSOR:
+            for number, (item, piece) in enumerate(fetched.pieces):
+                if item.type == LoadItemType.TENSOR and number not in fetched.live:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(piece_tensor(fetched.images, piece))
                     planner.commit_tensor(item, target)
@@ -249,71 +269,6 @@ class ShardedStorageReader(StorageReader):
             _give_value(planner, item, nothing, None)
         for item, encoded in fetched.values:
             _give_value(planner, item, CODEC.decode(encoded), encoded)
-
-    def _has_own(self, name: str) -> bool:
-        """Whether what this rank saved for itself under ``name`` is still its own today."""
-        world_size = self.checkpoint.manifest.world_size
-        return world_size == self._world_size or (self._rank < world_size and self._keep_own(name))
-
-    def _own_values(self) -> dict[str, Json]:
-        manifest = self.checkpoint.manifest
-        if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
-            return {}
-        values = {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
-        return {name: value for name, value in values.items() if self._has_own(name)}
-
-    def _own_tensors(self) -> frozenset[str]:
-        manifest = self.checkpoint.manifest
-        if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
-            return frozenset()
-        own = self.checkpoint.header(self._rank).own
-        return frozenset(name for name in own if self._has_own(name))
-
-    def _tensor_piece(self, item: ReadItem, varying: frozenset[str]) -> Piece:
-        checkpoint = self.checkpoint
-        name = item.storage_index.fqn
-        start = tuple(item.storage_index.offset or ())
-        sizes = tuple(item.lengths)
-        region = Box(tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True)), sizes)
-        if name in varying and self._has_own(name):
-            own = checkpoint.own_piece(self._rank, name)
-            if own is not None:
-                return Piece(own.rank, own.entry, region)
-        (piece,) = checkpoint.pieces(checkpoint.rows[name], region)
-        return piece
-
-    def _whole_piece(self, name: str) -> Piece | None:
-        """Return the tensor that is this rank's own under ``name``, or the global one from which ranks vary.
-
-        ``None`` where the global one has no elements.
-        """
-        checkpoint, manifest = self.checkpoint, self.checkpoint.manifest
-        piece = checkpoint.own_piece(self._rank, name) if self._has_own(name) else None
-        if piece is not None:
-            return piece
-        if name in checkpoint.rows:
-            row = checkpoint.rows[name]
-            return next(iter(checkpoint.pieces(row, Box.whole(row.shape))), None)
-        if self._has_own(name):
-            raise CorruptCheckpointError(
-                f"step {manifest.step}: the shard of rank {self._rank}, {manifest.files[self._rank].name}, "
-                f"lacks the rank's own {name}",
-                step=manifest.step,
-                rank=self._rank,
-                key=name,
-            )
-        raise MismatchError(
-            f"{name}: saved by each of {manifest.world_size} ranks for itself, {self._world_size} ranks "
-            "cannot share it out; leave it out of the state to load",
-            step=manifest.step,
-            key=name,
-        )
-
-
-def piece_tensor(images: SourceImages, piece: Piece) -> torch.Tensor:
-    """Return a piece as a host tensor over the image's memory, shape ``piece.region.sizes``."""
-    data = torch.from_numpy(images.array(piece))
-    return data.view(torch_dtype(piece.entry.dtype)).squeeze(-1)
 
 
 def _give_value(planner: LoadPlanner, item: ReadItem, value: Any, encoded: Json) -> None:

@@ -22,14 +22,16 @@ __all__ = [
     "Chunk",
     "Entry",
     "ImageLayout",
-    "blocks_of",
-    "coalesce_blocks",
+    "coalesce_ranges",
+    "whole_blocks",
 ]
 
 PAGE_BYTES = 4096
 Chunk: TypeAlias = tuple[str, str, tuple[int, ...], Box]  # name, dtype, global shape, box
 
-BLOCK_BYTES = 4 * 1024 * 1024  # one digest each: the unit of a verified read
+# One digest each: the unit of a verified read. Of smaller ones there would be more digests than the few per
+# mille of a header; larger ones would be read for the sake of a few rows on another world size.
+BLOCK_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +98,23 @@ class ImageLayout:
         return -(-self.data_bytes // BLOCK_BYTES)
 
 
-def blocks_of(start: int, stop: int) -> range:
-    """Return the blocks that hold the bytes [start, stop) of the data."""
-    return range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
+def whole_blocks(start: int, stop: int, data_bytes: int) -> tuple[int, int]:
+    """Return the bytes of the blocks that hold the bytes [start, stop) of the data."""
+    return start // BLOCK_BYTES * BLOCK_BYTES, min(
+        -(-stop // BLOCK_BYTES) * BLOCK_BYTES, data_bytes
+    )
 
 
-def coalesce_blocks(blocks: Iterable[int], data_bytes: int) -> Iterator[tuple[int, int]]:
-    """Merge blocks into the fewest half-open byte ranges of the data, in order."""
+def coalesce_ranges(
+    ranges: Iterable[tuple[int, int]], gap_bytes: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Merge half-open byte ranges that overlap or touch, or have ``gap_bytes`` or less between them."""
     start = stop = -1
-    for block in sorted(set(blocks)):
-        if block != stop:
+    for first, last in sorted(r for r in ranges if r[0] < r[1]):
+        if start < 0 or first > stop + gap_bytes:
             if stop > start:
-                yield start * BLOCK_BYTES, stop * BLOCK_BYTES
-            start = block
-        stop = block + 1
+                yield start, stop
+            start, stop = first, last
+        stop = max(stop, last)
     if stop > start:
-        yield start * BLOCK_BYTES, min(stop * BLOCK_BYTES, data_bytes)
+        yield start, stop

@@ -39,6 +39,7 @@ class FsspecStore:
     """
 
     concurrency = 4
+    gap_bytes = 1024 * 1024
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
         self._url = url if url.endswith("://") else url.rstrip("/")

@@ -39,6 +39,7 @@ class LocalStore:
     """
 
     concurrency = 2  # saturates a disk or a core, whichever is slower
+    gap_bytes = 128 * 1024
 
     def __init__(self, root: str, *, direct: bool | None = None) -> None:
         self.url = os.path.abspath(os.path.expanduser(root))

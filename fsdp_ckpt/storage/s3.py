@@ -49,6 +49,9 @@ class S3Store:
         StorageError: An option is unusable, or the URL names no bucket, or credentials.
     """
 
+    # What a connection brings in the tens of milliseconds that a request takes to answer.
+    gap_bytes = 4 * 1024 * 1024
+
     def __init__(
         self,
         url: str,

@@ -21,6 +21,7 @@ __all__ = ["digest", "plan_reads", "run_all", "write_shard"]
 
 READ_BYTES = 16 * 1024 * 1024
 WRITE_BYTES = 16 * 1024 * 1024
+DIGEST_BYTES = 4 * 1024 * 1024  # by one thread at a time
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -64,11 +65,12 @@ def write_shard(
         digests = [""] * -(-len(data) // block_bytes)
         head, body = _cut(len(image), data_offset, writer.part_bytes or WRITE_BYTES, writer)
 
-        def compute(block: int) -> None:
+        def compute(start: int, stop: int) -> None:
             # Only now: who fills the image needs the processor, who writes it hardly does.
             if wait_filled is not None:
                 wait_filled(len(image))
-            digests[block] = digest(data[block * block_bytes : (block + 1) * block_bytes])
+            for at in range(start, stop, block_bytes):
+                digests[at // block_bytes] = digest(data[at : min(at + block_bytes, stop)])
 
         def put(start: int, stop: int) -> None:
             if wait_filled is not None:
@@ -77,7 +79,9 @@ def write_shard(
 
         threads = num_threads or store.concurrency
         early = [] if writer.ordered else [span for span in body if span[0] >= head]
-        digesting = (partial(compute, block) for block in range(len(digests)))
+        step = max(DIGEST_BYTES // block_bytes, 1) * block_bytes
+        starts = range(0, len(data), step)
+        digesting = (partial(compute, at, min(at + step, len(data))) for at in starts)
         with running(digesting, threads):
             run_all((partial(put, *span) for span in early), threads)
         header = seal(digests)
@@ -141,6 +145,7 @@ def plan_reads(
     digests: Sequence[str],
     explain: Callable[[int, int], str],
     origin: int = 0,
+    take: Callable[[int, memoryview], None] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Cut the reading of parts of a shard's data into calls, for any threads; each verifies its part.
 
@@ -154,6 +159,7 @@ def plan_reads(
         digests: Expected digests, one per block.
         explain: (start, stop) of a block → what it holds, for the error.
         origin: Byte of the data with which ``buffer`` begins.
+        take: Called with each verified block, its first byte in the data and its bytes.
 
     Raises:
         CorruptCheckpointError: By a call: a block's digest differs.
@@ -166,7 +172,8 @@ def plan_reads(
         store.read_into(key, data_offset + start, buffer[start - origin : stop - origin])
         for at in range(start, stop, block_bytes):
             end = min(at + block_bytes, stop)
-            found = digest(buffer[at - origin : end - origin])
+            block = buffer[at - origin : end - origin]
+            found = digest(block)
             expected = digests[at // block_bytes]
             if found != expected:
                 raise CorruptCheckpointError(
@@ -174,6 +181,8 @@ def plan_reads(
                     f"{expected} expected): {explain(at, end)}",
                     key=key,
                 )
+            if take is not None:
+                take(at, block)
 
     for first, last in ranges:
         for at in range(first, last, piece):

@@ -56,6 +56,11 @@ class Store(Protocol):
         """Reads or writes of one rank in flight with which this store is fastest."""
         ...
 
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes that nobody wants between two ranges, up to which one read of both is faster than two."""
+        ...
+
     def child(self, key: str) -> Store:
         """Return the store rooted at ``key``."""
         ...

@@ -41,6 +41,11 @@ class FaultStore:
         """The wrapped store's."""
         return self._store.concurrency
 
+    @property
+    def gap_bytes(self) -> int:
+        """As of the wrapped store."""
+        return self._store.gap_bytes
+
     def child(self, key: str) -> FaultStore:
         """Return the store rooted at ``key``, under the same plan."""
         return FaultStore(self._store.child(key), self._plan, f"{self._prefix}{key}/")

@@ -73,6 +73,7 @@ class ServedStore:
     address: str
     folder: str = ""
     concurrency: int = 2
+    gap_bytes: int = 0
     _local: threading.local = field(default_factory=threading.local)
 
     @property

@@ -26,7 +26,7 @@ from fsdp_ckpt import ReshardLoadPlanner, ShardedStorageReader
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.verify import find_damage
 from fsdp_ckpt.dcp.live import CODEC
-from fsdp_ckpt.dcp.reader import piece_tensor
+from fsdp_ckpt.dcp.pieces import piece_tensor
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.shard import ShardHeader
 from fsdp_ckpt.manifest.tree import path_name, unflatten

@@ -16,7 +16,7 @@ from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError
 from fsdp_ckpt.plan.balance import assign_replicas
 from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize, stored_form
-from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, blocks_of, coalesce_blocks
+from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_ranges, whole_blocks
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.image import fill_image, view_bytes, view_entry
@@ -124,28 +124,40 @@ def test_wide_dtypes_come_first() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(0, 5 * BLOCK_BYTES), st.integers(1, 5 * BLOCK_BYTES))
-def test_blocks_are_those_with_a_byte_of_the_range(start: int, num_bytes: int) -> None:
-    """First and last byte of a range tell its blocks."""
-    blocks = blocks_of(start, start + num_bytes)
-    assert blocks[0] * BLOCK_BYTES <= start < (blocks[0] + 1) * BLOCK_BYTES
-    assert blocks[-1] * BLOCK_BYTES <= start + num_bytes - 1 < (blocks[-1] + 1) * BLOCK_BYTES
-    assert blocks == range(blocks[0], blocks[-1] + 1)
+@given(
+    st.integers(0, 5 * BLOCK_BYTES),
+    st.integers(1, 5 * BLOCK_BYTES),
+    st.integers(0, 2 * BLOCK_BYTES),
+)
+def test_blocks_are_those_with_a_byte_of_the_range(start: int, num_bytes: int, cut: int) -> None:
+    """The blocks of a range reach beyond it by less than one on each side, or end with the data."""
+    data_bytes = start + num_bytes + cut
+    first, last = whole_blocks(start, start + num_bytes, data_bytes)
+    assert first % BLOCK_BYTES == 0
+    assert 0 <= start - first < BLOCK_BYTES
+    assert 0 <= last - (start + num_bytes) < BLOCK_BYTES
+    assert last % BLOCK_BYTES == 0 or last == data_bytes
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 12)), st.integers(0, BLOCK_BYTES - 1))
-def test_coalesced_ranges_are_few_and_exact(blocks: list[int], cut: int) -> None:
-    """Ranges hold the wanted blocks and nothing else, in order, no two of them touching."""
-    data_bytes = 13 * BLOCK_BYTES - cut
-    ranges = list(coalesce_blocks(blocks, data_bytes))
-    covered = [b for start, stop in ranges for b in blocks_of(start, stop)]
-    assert covered == sorted(set(blocks))
-    for start, stop in ranges:
-        assert start % BLOCK_BYTES == 0
-        assert stop == min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, data_bytes)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)).map(lambda r: (r[0], r[0] + r[1]))),
+    st.integers(0, 5),
+)
+def test_coalesced_ranges_are_few_and_exact(wanted: list[tuple[int, int]], gap: int) -> None:
+    """Ranges hold what is wanted and short gaps between, in order, no two of them with a short gap."""
+    ranges = list(coalesce_ranges(wanted, gap))
+    covered = {b for start, stop in ranges for b in range(start, stop)}
+    needed = {b for start, stop in wanted for b in range(start, stop)}
+    assert needed <= covered
+    for extra in covered - needed:
+        below = max((b for b in needed if b < extra), default=None)
+        above = min((b for b in needed if b > extra), default=None)
+        assert below is not None
+        assert above is not None
+        assert above - below - 1 <= gap
     stops = [stop for _, stop in ranges]
-    assert all(stop < start for stop, (start, _) in zip(stops, ranges[1:], strict=False))
+    assert all(stop + gap < start for stop, (start, _) in zip(stops, ranges[1:], strict=False))
 
 
 @settings(deadline=None)
