@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.locate import locate_checkpoint
+from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError
+from fsdp_ckpt.manifest.strict_json import parse_json
 from fsdp_ckpt.storage.open import open_store
 
 __all__ = [
@@ -18,8 +21,11 @@ __all__ = [
     "add_checkpoint",
     "add_json",
     "open_named",
+    "parse_dtype",
+    "parse_rename",
     "parse_size",
     "positive",
+    "read_key_map",
     "warn_of_skipped",
 ]
 
@@ -30,6 +36,13 @@ _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTP", 1)
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "BF16"),
+    **dict.fromkeys(("fp16", "f16", "float16", "half"), "F16"),
+    **dict.fromkeys(("fp32", "f32", "float32", "float"), "F32"),
+    **dict.fromkeys(("fp64", "f64", "float64", "double"), "F64"),
 }
 
 
@@ -94,3 +107,48 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
+
+
+def parse_dtype(text: str) -> str:
+    """Turn ``bf16``, ``float32`` and the like into a dtype's name in the format.
+
+    Raises:
+        argparse.ArgumentTypeError: Not one of them.
+    """
+    dtype = _DTYPES.get(text.lower())
+    if dtype is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; write bf16, fp16, fp32 or fp64")
+    return dtype
+
+
+def parse_rename(text: str) -> tuple[str, str]:
+    """Turn ``OLD=NEW`` into its two sides; the first ``=`` parts them.
+
+    Raises:
+        argparse.ArgumentTypeError: There is none, or ``OLD`` is not a regular expression.
+    """
+    old, equals, new = text.partition("=")
+    try:
+        re.sub(old, new, "")
+    except (re.error, IndexError) as e:
+        raise argparse.ArgumentTypeError(f"{text!r}: {e}") from e
+    if not old or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def read_key_map(url: str) -> dict[str, str]:
+    """Read a JSON object of names and what they become.
+
+    Raises:
+        NotFoundError: No such file.
+        MismatchError: It holds something else.
+    """
+    folder, slash, name = url.rpartition("/")
+    try:
+        found = parse_json(open_store(f"{folder}{slash}" or os.curdir).read(name))
+    except CorruptCheckpointError as e:
+        raise MismatchError(f"{url}: {e}; a JSON object expected", key=url) from e
+    if not isinstance(found, dict) or not all(isinstance(new, str) for new in found.values()):
+        raise MismatchError(f"{url}: not a JSON object of names and what they become", key=url)
+    return found

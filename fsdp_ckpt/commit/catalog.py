@@ -3,7 +3,8 @@
     ROOT/step-000000500/manifest.json      a checkpoint
     ROOT/step-000000510/<attempt>/...      no manifest: a torn attempt, or a save under way
 
-Discovery and retention ask the same functions, so they agree on what a checkpoint is.
+Discovery and retention ask the same functions, so they agree on what a checkpoint is, and on which branch the
+run stands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.rollback import read_history
 from fsdp_ckpt.errors import (
     CorruptCheckpointError,
     NotFoundError,
@@ -23,6 +26,7 @@ from fsdp_ckpt.storage.store import Store
 
 __all__ = ["CheckpointInfo", "SkippedCheckpoint", "find_checkpoints", "list_steps", "step_folder"]
 
+EPOCH = ("progress", "epoch")  # path under which TrainState saves it
 _STEP_FOLDER = re.compile(r"step-(\d{9,18})", re.ASCII)
 
 
@@ -38,6 +42,7 @@ class CheckpointInfo:
         num_bytes: Bytes of all shard files.
         created: ISO 8601, UTC.
         url: Its folder.
+        epoch: Epochs finished by then, where the training state says so.
     """
 
     step: int
@@ -47,10 +52,12 @@ class CheckpointInfo:
     num_bytes: int
     created: str
     url: str
+    epoch: int | None = None
 
     @classmethod
     def of(cls, manifest: Manifest, url: str) -> CheckpointInfo:
         """Describe a manifest found at ``url``."""
+        epoch = manifest.values.get(EPOCH)
         return cls(
             step=manifest.step,
             attempt=manifest.attempt,
@@ -59,6 +66,7 @@ class CheckpointInfo:
             num_bytes=sum(file.num_bytes for file in manifest.files),
             created=manifest.created,
             url=url,
+            epoch=epoch if type(epoch) is int else None,
         )
 
 
@@ -72,6 +80,7 @@ class SkippedCheckpoint:
         torn: Whether it was never committed, rather than damaged later.
         attempt: Id of the save, where its manifest could be read.
         newer: Whether it is of a format version that this package is too old for.
+        abandoned: Whether it is of a branch that the run has left.
     """
 
     step: int
@@ -79,6 +88,7 @@ class SkippedCheckpoint:
     torn: bool = False
     attempt: str | None = None
     newer: bool = False
+    abandoned: bool = False
 
 
 def step_folder(step: int) -> str:
@@ -98,30 +108,50 @@ def list_steps(root: Store) -> list[int]:
     return sorted(steps, reverse=True)
 
 
-def find_checkpoints(root: Store) -> Iterator[CheckpointInfo | SkippedCheckpoint]:
+def find_checkpoints(
+    root: Store, history: BranchHistory | None = None
+) -> Iterator[CheckpointInfo | SkippedCheckpoint]:
     """Look at every step, newest first, as far as the caller goes on.
 
+    Newest is by (generation, step). On the branch that the run stands on, that is the order of the steps (see
+    ``branches``); what lies on another branch is skipped, whole or not, whatever its step.
+
+    Args:
+        root: The run's root.
+        history: Its rollbacks, where they were read already.
+
     Raises:
+        CorruptCheckpointError: A rollback's record is damaged or missing.
         StorageError: The root, or a manifest in it, cannot be read now; never taken for damage.
     """
+    if history is None:
+        history = read_history(root)
     for step in list_steps(root):
-        store = root.child(step_folder(step))
-        attempt = None
-        try:
-            checkpoint = Checkpoint.open(store)
-            manifest = checkpoint.manifest
-            attempt = manifest.attempt
-            if manifest.step != step:
-                raise CorruptCheckpointError(
-                    f"{store.url}: the manifest is of step {manifest.step}"
-                )
-            checkpoint.check_files()
-        except NotFoundError:
-            reason = "no manifest: a save that died before its commit, or one still under way"
-            yield SkippedCheckpoint(step=step, reason=reason, torn=True)
-        except CorruptCheckpointError as e:
-            yield SkippedCheckpoint(step=step, reason=str(e), attempt=attempt)
-        except UnsupportedFormatError as e:
-            yield SkippedCheckpoint(step=step, reason=str(e), newer=True)
-        else:
-            yield CheckpointInfo.of(manifest, store.url)
+        yield _look_at(root.child(step_folder(step)), step, history)
+
+
+def _look_at(store: Store, step: int, history: BranchHistory) -> CheckpointInfo | SkippedCheckpoint:
+    """Tell what a step's folder holds."""
+    attempt = None
+    try:
+        checkpoint = Checkpoint.open(store)
+        manifest = checkpoint.manifest
+        attempt = manifest.attempt
+        if manifest.step != step:
+            raise CorruptCheckpointError(f"{store.url}: the manifest is of step {manifest.step}")
+        rollback = history.abandoned_by(manifest.generation, step)
+        if rollback is not None:
+            reason = (
+                f"of generation {manifest.generation}, which rollback {rollback.generation} left at step "
+                f"{rollback.to_step}"
+            )
+            return SkippedCheckpoint(step=step, reason=reason, attempt=attempt, abandoned=True)
+        checkpoint.check_files()
+    except NotFoundError:
+        reason = "no manifest: a save that died before its commit, or one still under way"
+        return SkippedCheckpoint(step=step, reason=reason, torn=True)
+    except CorruptCheckpointError as e:
+        return SkippedCheckpoint(step=step, reason=str(e), attempt=attempt)
+    except UnsupportedFormatError as e:
+        return SkippedCheckpoint(step=step, reason=str(e), newer=True)
+    return CheckpointInfo.of(manifest, store.url)

@@ -1,5 +1,9 @@
 """The output folder, and how a run's files come to stand in it.
 
+    open_output --> begin --> write ... write --> publish      all are there, the index last
+                                             \\--> keep         what is whole waits for a run that resumes
+                                             \\--> discard
+
 Invariant: at no moment can what stands in the folder be taken for a whole model that it is not. A file has
 its final name only when it is whole; readers find shards through the index, which goes first when an older
 run is removed and comes last when a new one is published.
@@ -7,15 +11,15 @@ run is removed and comes last when a new one is published.
     local     files are written in a hidden folder below, and renamed once all of them are whole: until then
               an older run stands untouched
     objects   a store has no rename, but an object appears only when it is complete: an older run is removed
-              before the first new file is written
+              before the first new file is written, and a marker says whose files these are
 
-One run at a time: a second one into the same folder makes the first fail.
+The hidden folder and the marker bear the run's fingerprint, so that only the same run resumes. One run at a
+time: a second one into the same folder makes the first fail.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
@@ -23,28 +27,51 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Protocol
 
-from fsdp_ckpt.errors import AlreadyCommittedError, CheckpointError, NotFoundError
+from fsdp_ckpt.errors import CheckpointError, NotFoundError
+from fsdp_ckpt.hf.occupied import PARTIAL, leftovers_in, refuse_occupied, remove_weights
 from fsdp_ckpt.storage.durable import fsync_dir
 from fsdp_ckpt.storage.local import LocalStore, mapped_os_errors
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
 __all__ = ["OutputFolder", "open_output", "read_companions"]
 
-INDEX_NAME = "model.safetensors.index.json"
-_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors", re.ASCII)
-_PARTIAL = ".fsdp-ckpt-partial-"
+_TORN = ".part"
 _COMPANIONS = ("*.json", "*.txt", "*.model", "*.jinja")
 
 
 class OutputFolder(Protocol):
-    """Takes a run's files and ends with ``publish`` or ``discard``."""
+    """Takes a run's files and ends with one of ``publish``, ``keep`` and ``discard``."""
+
+    def begin(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        """Make room for the run's files.
+
+        Args:
+            sizes: Name → bytes of all files of the run.
+
+        Returns:
+            Those that a run that is resumed has left whole.
+        """
+        ...
+
+    @property
+    def token(self) -> str:
+        """What other ranks ``join``."""
+        ...
+
+    def join(self, token: str) -> None:
+        """Write into what another rank has begun; this one neither publishes nor removes."""
+        ...
 
     def write(self, name: str, num_bytes: int) -> ObjectWriter:
-        """Start one of the files."""
+        """Start one of the files; it is whole when the writer has committed it."""
         ...
 
     def publish(self, index: bytes | None) -> None:
         """Make the run's files, all whole by now, the folder's content; ``index`` comes last."""
+        ...
+
+    def keep(self) -> Sequence[str]:
+        """End the run so that it can be resumed; return the names of what is whole."""
         ...
 
     def discard(self) -> None:
@@ -52,61 +79,95 @@ class OutputFolder(Protocol):
         ...
 
 
-def open_output(store: Store, companions: Mapping[str, bytes], *, overwrite: bool) -> OutputFolder:
+def open_output(
+    store: Store,
+    companions: Mapping[str, bytes],
+    *,
+    overwrite: bool,
+    resumes: bool = False,
+    fingerprint: str = "new",
+    stem: str = "model",
+) -> OutputFolder:
     """Look at the output folder; changes nothing.
 
     Args:
         store: The folder.
         companions: Name → content of the small files that stand beside the weights.
         overwrite: Replace an older run.
+        resumes: Go on with an interrupted run of the same fingerprint, where there is one.
+        fingerprint: Of all that decides on the files' bytes.
+        stem: With which the names of the run's files begin.
 
     Raises:
-        AlreadyCommittedError: It holds weights or other companions, and ``overwrite`` is false.
+        AlreadyCommittedError: It is not empty, and ``overwrite`` is false.
         StorageError: It cannot be read.
     """
-    if not overwrite:
-        _refuse_existing(store, companions)
-    if isinstance(store, LocalStore):
-        return _LocalFolder(store, companions, overwrite=overwrite)
-    return _ObjectFolder(store, companions)
+    resumed = resumes and any(f"-{fingerprint}-" in name for name in leftovers_in(store))
+    if not overwrite and not resumed:
+        refuse_occupied(store, allows_leftovers=resumes)
+    kind = _LocalFolder if isinstance(store, LocalStore) else _ObjectFolder
+    return kind(store, companions, f"{PARTIAL}{fingerprint}-", stem, resumed=resumed)  # type: ignore[arg-type]  # each gets its own
 
 
 class _LocalFolder:
     def __init__(
-        self, store: LocalStore, companions: Mapping[str, bytes], *, overwrite: bool
+        self,
+        store: LocalStore,
+        companions: Mapping[str, bytes],
+        mark: str,
+        stem: str,
+        *,
+        resumed: bool,
     ) -> None:
         self._store = store
         self._companions = companions
-        self._overwrite = overwrite
-        self._partial = store.child(f"{_PARTIAL}{uuid.uuid4().hex}")
-        self._names: list[str] = []
+        self._mark = mark
+        self._stem = stem
+        self._resumed = resumed
+        self._sizes: Mapping[str, int] = {}
+        self.join(f"{mark}{uuid.uuid4().hex}")
+
+    def join(self, token: str) -> None:
+        self.token = token
+        self._partial = self._store.child(token)
+
+    def begin(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        self._sizes = sizes
+        for name in leftovers_in(self._store):
+            path = os.path.join(self._store.url, name)
+            if self._resumed and name.startswith(self._mark) and not self._partial.list_files():
+                # Renamed, so that a run that still writes there fails instead of sharing it.
+                with mapped_os_errors(path):
+                    os.rename(path, self._partial.url)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        there = self._partial.list_files()
+        for name in there:
+            if sizes.get(name) != there[name]:
+                self._partial.delete(name)
+        return frozenset(self._whole())
+
+    def _whole(self) -> list[str]:
+        there = self._partial.list_files()
+        return [name for name, num_bytes in self._sizes.items() if there.get(name) == num_bytes]
 
     def write(self, name: str, num_bytes: int) -> ObjectWriter:
-        if not self._names:
-            self._remove_leftovers()
-        self._names.append(name)
-        return self._partial.write(name, num_bytes)
-
-    def _remove_leftovers(self) -> None:
-        """Remove what killed runs have left; no reader knows it, but it may take much space."""
-        for name in self._store.list_folders():
-            if name.startswith(_PARTIAL):
-                shutil.rmtree(os.path.join(self._store.url, name), ignore_errors=True)
+        path = os.path.join(self._partial.url, name)
+        return _NamedWhenWhole(self._partial.write(f"{name}{_TORN}", num_bytes), path)
 
     def publish(self, index: bytes | None) -> None:
-        if not self._overwrite:
-            _refuse_existing(self._store, self._companions)  # since we looked, too
         for name, content in self._companions.items():
             self._partial.create(name, content)
+        names = list(self._sizes)
         if index is not None:
-            self._partial.create(INDEX_NAME, index)
-        _remove_weights(self._store)
+            self._partial.create(f"{self._stem}.safetensors.index.json", index)
+        remove_weights(self._store, self._stem)
         with mapped_os_errors(self._store.url):
             # The older index is gone for good before a file that it names changes.
             fsync_dir(self._store.url)
-            self._rename([*self._companions, *self._names])
+            self._rename([*self._companions, *names])
             if index is not None:
-                self._rename([INDEX_NAME])
+                self._rename([f"{self._stem}.safetensors.index.json"])
             os.rmdir(self._partial.url)
 
     def _rename(self, names: Sequence[str]) -> None:
@@ -115,23 +176,63 @@ class _LocalFolder:
             os.rename(os.path.join(self._partial.url, name), os.path.join(self._store.url, name))
         fsync_dir(self._store.url)
 
+    def keep(self) -> Sequence[str]:
+        whole = self._whole()
+        if not whole:
+            self.discard()
+        return whole
+
     def discard(self) -> None:
         shutil.rmtree(self._partial.url, ignore_errors=True)
 
 
+class _NamedWhenWhole:
+    """A local file that gets its name when it is durable: an interrupted one is never taken for whole."""
+
+    def __init__(self, writer: ObjectWriter, path: str) -> None:
+        self._writer = writer
+        self._path = path
+        self.ordered = writer.ordered
+        self.part_bytes = writer.part_bytes
+        self.write_at = writer.write_at
+        self.flush = writer.flush
+        self.abort = writer.abort
+
+    def commit(self) -> None:
+        self._writer.commit()
+        with mapped_os_errors(self._path):
+            os.rename(f"{self._path}{_TORN}", self._path)
+
+
 class _ObjectFolder:
-    def __init__(self, store: Store, companions: Mapping[str, bytes]) -> None:
+    def __init__(
+        self, store: Store, companions: Mapping[str, bytes], mark: str, stem: str, *, resumed: bool
+    ) -> None:
         self._store = store
         self._companions = companions
-        self._names: list[str] = []
+        self._stem = stem
+        self._resumed = resumed
+        self._sizes: Mapping[str, int] = {}
+        self.token = f"{mark}objects"
 
-    def write(self, name: str, num_bytes: int) -> ObjectWriter:
-        if not self._names:
-            _remove_weights(self._store)
-            self._put_companions()
-        writer = self._store.write(name, num_bytes)
-        self._names.append(name)
-        return writer
+    def join(self, token: str) -> None:
+        self.token = token
+
+    def begin(self, sizes: Mapping[str, int]) -> frozenset[str]:
+        self._sizes = sizes
+        whole = self._whole() if self._resumed else []
+        remove_weights(self._store, self._stem, but=whole)
+        for name in leftovers_in(self._store):
+            if name != self.token or not self._resumed:
+                self._store.delete(name)
+        if not self._resumed:
+            self._store.create(self.token, b"")
+        self._put_companions()
+        return frozenset(whole)
+
+    def _whole(self) -> list[str]:
+        there = self._store.list_files()
+        return [name for name, num_bytes in self._sizes.items() if there.get(name) == num_bytes]
 
     def _put_companions(self) -> None:
         there = self._store.list_files()
@@ -142,44 +243,27 @@ class _ObjectFolder:
                 self._store.delete(name)
             self._store.create(name, content)
 
+    def write(self, name: str, num_bytes: int) -> ObjectWriter:
+        return self._store.write(name, num_bytes)
+
     def publish(self, index: bytes | None) -> None:
         if index is not None:
-            # Noted first: it may be there although the answer was lost, and is then the first to go.
-            self._names.insert(0, INDEX_NAME)
-            self._store.create(INDEX_NAME, index)
+            self._store.create(f"{self._stem}.safetensors.index.json", index)
+        self._store.delete(self.token)
+
+    def keep(self) -> Sequence[str]:
+        whole = self._whole()
+        if not whole:
+            self.discard()
+        return whole
 
     def discard(self) -> None:
-        for name in self._names:
+        # The index first: it may be there although the answer was lost.
+        with suppress(CheckpointError):
+            remove_weights(self._store, self._stem)
+        for name in (*self._companions, self.token):
             with suppress(CheckpointError):
                 self._store.delete(name)
-
-
-def _weights_in(store: Store) -> list[str]:
-    """Return the names of an older run's files, the index first."""
-    names = [name for name in store.list_files() if name == INDEX_NAME or _WEIGHTS.fullmatch(name)]
-    return sorted(names, key=lambda name: (name != INDEX_NAME, name))
-
-
-def _refuse_existing(store: Store, companions: Mapping[str, bytes]) -> None:
-    weights = _weights_in(store)
-    if weights:
-        raise AlreadyCommittedError(
-            f"{store.url}: {weights[0]} is there already, from an older or interrupted run; choose another "
-            "folder, or overwrite",
-            key=weights[0],
-        )
-    there = store.list_files()
-    for name, content in companions.items():
-        if name in there and store.read(name) != content:
-            raise AlreadyCommittedError(
-                f"{store.url}: another {name} is there already; choose another folder, or overwrite",
-                key=name,
-            )
-
-
-def _remove_weights(store: Store) -> None:
-    for name in _weights_in(store):
-        store.delete(name)
 
 
 def read_companions(store: Store) -> dict[str, bytes]:

@@ -1,114 +1,153 @@
-"""The model's weights in a checkpoint, and verified reading of parts of them.
+"""From the tensors that are wanted to the segments of the checkpoint's files that hold them.
 
-A tied weight is a tensor under its first name and a value for every further one, so the tensors are what
-``save_pretrained`` would write: each once.
+    wanted box --layout--> chunks of ranks --header--> bytes of a file --> parts, each inside one segment
+
+Invariant: every wanted element is in exactly one part. A part is a box, so copying it is one strided
+assignment, whatever the sharding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece
-from fsdp_ckpt.errors import MismatchError, NotFoundError
-from fsdp_ckpt.hf.layout import Region
-from fsdp_ckpt.manifest.schema import Manifest, TensorRow
-from fsdp_ckpt.manifest.tree import path_name
-from fsdp_ckpt.plan.box import relative_slices
+from fsdp_ckpt.hf.cast import Bits, bits_dtype, cast
+from fsdp_ckpt.hf.segments import SegmentKey
+from fsdp_ckpt.manifest.schema import TensorRow
+from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.flat import flat_range_boxes
+from fsdp_ckpt.plan.image import Entry
 
-__all__ = ["check_source", "left_out_names", "model_rows", "read_window"]
+__all__ = ["Fill", "Want", "check_headers", "copy_parts", "plan_fill"]
 
 
-def model_rows(checkpoint: Checkpoint) -> tuple[TensorRow, ...]:
-    """Return the rows of the model's tensors, in the checkpoint's order.
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of a tensor, and where its elements go, row-major.
 
-    Raises:
-        NotFoundError: The checkpoint holds no model.
-        MismatchError: A part of the model is each rank's own, so there is no one model.
+    Args:
+        name: Of the tensor in the output.
+        row: The tensor in the checkpoint.
+        box: Which part of it; not empty.
+        dtype: What it becomes.
+        byte_offset: Start within the buffer that is filled, in bytes.
     """
-    manifest = checkpoint.manifest
-    own = [path_name(path) for path in manifest.rank_local if _is_of_model(path)]
-    if own:
-        raise MismatchError(
-            f"{checkpoint.store.url}: {own[0]} is each rank's own ({len(own)} such entries of the model); "
-            "one model cannot hold them",
-            step=manifest.step,
-            key=own[0],
-        )
-    rows = tuple(row for row in manifest.tensors if _is_of_model(row.path))
-    if not rows:
-        raise NotFoundError(
-            f"{checkpoint.store.url}: no model weights: no tensor under 'model' among "
-            f"{len(manifest.tensors)} tensors",
-            step=manifest.step,
-        )
-    return rows
+
+    name: str
+    row: TensorRow
+    box: Box
+    dtype: str
+    byte_offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes in the buffer."""
+        return self.box.num_elements * itemsize(self.dtype)
+
+    def target(self, buffer: memoryview) -> Bits:
+        """Return its place in the buffer, shape ``box.sizes``."""
+        place = buffer[self.byte_offset : self.byte_offset + self.num_bytes]
+        return np.frombuffer(place, bits_dtype(self.dtype)).reshape(self.box.sizes)
 
 
-def left_out_names(manifest: Manifest) -> tuple[str, ...]:
-    """Return the model's values that are no tensors (``_extra_state``), which safetensors cannot hold."""
-    return tuple(path_name(path[1:]) for path in manifest.values if _is_of_model(path))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one segment holds of a want.
+
+    Args:
+        want: Whose part.
+        entry: The chunk that it belongs to.
+        run: Consecutive elements of the chunk that lie in the segment, as a box of the tensor.
+        byte_offset: Start of ``run`` in the segment, in bytes.
+        box: Those of them that are wanted.
+    """
+
+    want: Want
+    entry: Entry
+    run: Box
+    byte_offset: int
+    box: Box
+
+    def elements(self, segment: memoryview) -> Bits:
+        """Return the wanted elements, a view of the segment."""
+        bits = bits_dtype(self.entry.dtype)
+        run = np.frombuffer(segment, bits, self.run.num_elements, self.byte_offset)
+        return run.reshape(self.run.sizes)[relative_slices(self.box, self.run)]
 
 
-def _is_of_model(path: tuple[object, ...]) -> bool:
-    return path[0] == "model" and len(path) > 1
+Fill = Mapping[SegmentKey, Sequence[_Part]]
 
 
-def check_source(checkpoint: Checkpoint, num_threads: int) -> None:
-    """Prove that every file is there in full and has a whole header; reads no data.
+def check_headers(checkpoint: Checkpoint, ranks: Iterable[int], num_threads: int) -> None:
+    """Prove that the files of ``ranks`` have whole headers; reads no data.
 
     Raises:
         CorruptCheckpointError: One is missing, short or damaged.
     """
-    checkpoint.check_files()
     with ThreadPoolExecutor(num_threads, "fsdp_ckpt-headers") as threads:
-        for _ in threads.map(checkpoint.header, range(checkpoint.manifest.world_size)):
+        for _ in threads.map(checkpoint.header, ranks):
             pass
 
 
-def read_window(
-    checkpoint: Checkpoint, window: Sequence[Region], buffer: memoryview, num_threads: int
-) -> memoryview:
-    """Read the regions of a window, verified, one after the other into ``buffer``.
-
-    Args:
-        checkpoint: Where from.
-        window: Regions without gaps between them.
-        buffer: At least the window's bytes.
-        num_threads: Reads in flight.
-
-    Returns:
-        The filled part of ``buffer``.
+def plan_fill(checkpoint: Checkpoint, wants: Iterable[Want], segment_bytes: int) -> Fill:
+    """Find the segments that hold what is wanted, in the order of the first use.
 
     Raises:
-        CorruptCheckpointError: A source file is missing, short or damaged.
-        StorageError: The store failed.
+        CorruptCheckpointError: A file's header is damaged, or lacks a chunk.
     """
-    origin = window[0].byte_offset
-    parts: dict[int, list[tuple[Piece, np.ndarray]]] = {}
-    found_bytes = 0
-    for region in window:
-        num_bytes = itemsize(region.row.dtype)
-        start = region.byte_offset - origin
-        flat = np.frombuffer(buffer[start : start + region.num_bytes], np.uint8)
-        whole = flat.reshape(*region.box.sizes, num_bytes)
-        for piece in checkpoint.pieces(region.row, region.box):
-            target = whole[relative_slices(piece.region, region.box)]
-            parts.setdefault(piece.rank, []).append((piece, target))
-            found_bytes += target.nbytes
-    total = sum(region.num_bytes for region in window)
-    if found_bytes != total:
-        raise AssertionError(f"pieces of {found_bytes} bytes for a window of {total}")
+    fill: dict[SegmentKey, list[_Part]] = {}
+    for want in wants:
+        num_found = 0
+        for piece in checkpoint.file_pieces(want.row, want.box):
+            for segment, part in _parts(checkpoint, want, piece, segment_bytes):
+                fill.setdefault((piece.rank, segment), []).append(part)
+                num_found += part.box.num_elements
+        if num_found != want.box.num_elements:
+            raise AssertionError(f"{want.name}: {num_found} elements for {want.box}")
+    return fill
 
-    def copy(part: Sequence[tuple[Piece, np.ndarray]]) -> None:
-        images = checkpoint.read([piece for piece, _ in part], max(num_threads // len(parts), 1))
-        for piece, target in part:
-            target[...] = images.array(piece)
 
-    with ThreadPoolExecutor(num_threads, "fsdp_ckpt-consolidate") as threads:
-        for _ in threads.map(copy, parts.values()):
-            pass
-    return buffer[:total]
+def _parts(
+    checkpoint: Checkpoint, want: Want, piece: Piece, segment_bytes: int
+) -> Iterator[tuple[int, _Part]]:
+    """Yield a piece's parts, each with the number of its segment."""
+    entry = piece.entry
+    size = itemsize(entry.dtype)
+    if (
+        entry.byte_offset % size
+    ):  # no writer of the format does it; an element could lie in two segments
+        raise checkpoint.damaged(piece.rank, f"{entry.key} does not start at a whole element")
+    first, last = byte_span(piece.region, entry.box, size)
+    at = first
+    while at < last:
+        segment, byte_offset = divmod(entry.byte_offset + at, segment_bytes)
+        stop = min(last, at + segment_bytes - byte_offset)
+        for inner in flat_range_boxes(entry.box.sizes, at // size, stop // size):
+            offsets = tuple(a + b for a, b in zip(entry.box.offsets, inner.offsets, strict=True))
+            run = Box(offsets, inner.sizes)
+            box = overlap(run, piece.region)
+            if box is not None:
+                yield segment, _Part(want, entry, run, byte_offset, box)
+            byte_offset += inner.num_elements * size
+        at = stop
+
+
+def copy_parts(parts: Sequence[_Part], segment: memoryview, buffer: memoryview) -> dict[str, int]:
+    """Copy what one segment holds to its places in ``buffer``, converted.
+
+    Returns:
+        Name → how many finite numbers became infinite, where any did.
+    """
+    overflows: dict[str, int] = {}
+    for part in parts:
+        want = part.want
+        bits, num_infinite = cast(part.elements(segment), part.entry.dtype, want.dtype)
+        want.target(buffer)[relative_slices(part.box, want.box)] = bits
+        if num_infinite:
+            overflows[want.name] = overflows.get(want.name, 0) + num_infinite
+    return overflows

@@ -179,6 +179,8 @@ class TrainState:
     def check(self, plan: RestorePlan, leaves: Mapping[Path, Any]) -> None:
         """Raise what :meth:`apply` would raise about random states, while nothing live has changed.
 
+        A rank for which there are none, although others have theirs, is to get a stream of its own.
+
         Args:
             plan: As :meth:`plan_restore` made it.
             leaves: The plan's leaves, with the values in place.
@@ -186,8 +188,13 @@ class TrainState:
         Raises:
             MismatchError: A generator is of another kind, or its state is not readable here.
         """
-        if "rng" not in plan.derived and any(path[0] == "rng" for path in leaves):
+        if "rng" in plan.derived:
+            return
+        if any(path[0] == "rng" for path in leaves):
             check_random_state(self._saved_random_state(leaves), self.generators)
+        elif any(path[0] == "rng" for path in plan.leaves):
+            # Other ranks have theirs in the checkpoint, this one has none: it was resharded to more ranks.
+            plan.derived.append("rng")
 
     def _saved_random_state(self, leaves: Mapping[Path, Any]) -> dict[str, Any]:
         """Return the saved streams that are here; those here that were not saved as they are."""

@@ -114,7 +114,7 @@ def test_two_sharded_ranks_give_the_same_files_as_one_process(tmp_path: Path, ki
     outputs = []
     for name in ("sharded", "whole"):
         out = tmp_path / f"{name}-out"
-        report = consolidate(tmp_path / name, out, max_shard_bytes=10_000, window_bytes=3_000)
+        report = consolidate(tmp_path / name, out, max_shard_bytes=10_000)
         outputs.append({path.name: path.read_bytes() for path in sorted(out.iterdir())})
     assert outputs[0] == outputs[1]
     make_config(kind).save_pretrained(out)

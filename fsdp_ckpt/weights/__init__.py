@@ -1,0 +1,1 @@
+"""Between live models and Hugging Face files. Called by every rank; knows neither the manager nor runs."""
