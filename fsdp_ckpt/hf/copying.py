@@ -129,22 +129,25 @@ class _Copying:
 
     def run(self) -> None:
         num_threads = self._options.num_threads
-        with ThreadPoolExecutor(num_threads, "fsdp_ckpt-copy") as threads:
-            pending = [threads.submit(self._work) for _ in range(num_threads)]
-            try:
-                for future in pending:
-                    future.result()
-            except BaseException:  # an interrupt of the waiting thread, too
-                self._fail()
-                raise
+        try:
+            with ThreadPoolExecutor(num_threads, "fsdp_ckpt-copy") as threads:
+                pending = [threads.submit(self._work) for _ in range(num_threads)]
+                try:
+                    for future in pending:
+                        future.result()
+                except BaseException:  # an interrupt of the waiting thread, too
+                    self._fail()
+                    raise
+        except BaseException:
+            # Not before all threads have stopped: one of them might be writing.
+            for opened in self._open:
+                with suppress(CheckpointError):  # the first error is the one to know
+                    opened.writer.abort()
+            raise
 
     def _fail(self) -> None:
         with self._changed:
-            if not self._has_failed:
-                self._has_failed = True
-                for opened in self._open:
-                    with suppress(CheckpointError):  # the first error is the one to know
-                        opened.writer.abort()
+            self._has_failed = True
             self._changed.notify_all()
 
     def _work(self) -> None:

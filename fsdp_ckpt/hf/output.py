@@ -103,10 +103,14 @@ def open_output(
         StorageError: It cannot be read.
     """
     resumed = resumes and any(f"-{fingerprint}-" in name for name in leftovers_in(store))
-    if not overwrite and not resumed:
+    # What a resumed run finds may be its own, from a publishing that did not end.
+    refuses = not overwrite and not resumed
+    if refuses:
         refuse_occupied(store, allows_leftovers=resumes)
-    kind = _LocalFolder if isinstance(store, LocalStore) else _ObjectFolder
-    return kind(store, companions, f"{PARTIAL}{fingerprint}-", stem, resumed=resumed)  # type: ignore[arg-type]  # each gets its own
+    mark = f"{PARTIAL}{fingerprint}-"
+    if isinstance(store, LocalStore):
+        return _LocalFolder(store, companions, mark, stem, resumed=resumed, refuses=refuses)
+    return _ObjectFolder(store, companions, mark, stem, resumed=resumed)
 
 
 class _LocalFolder:
@@ -118,8 +122,10 @@ class _LocalFolder:
         stem: str,
         *,
         resumed: bool,
+        refuses: bool,
     ) -> None:
         self._store = store
+        self._refuses = refuses
         self._companions = companions
         self._mark = mark
         self._stem = stem
@@ -156,6 +162,8 @@ class _LocalFolder:
         return _NamedWhenWhole(self._partial.write(f"{name}{_TORN}", num_bytes), path)
 
     def publish(self, index: bytes | None) -> None:
+        if self._refuses:
+            refuse_occupied(self._store, allows_leftovers=True)  # since we looked, too
         for name, content in self._companions.items():
             self._partial.create(name, content)
         names = list(self._sizes)

@@ -165,6 +165,19 @@ def test_overflow_publishes_nothing_anywhere(tmp_path: Path) -> None:
     assert fs.find(folder) == []
 
 
+def test_what_came_into_the_folder_meanwhile_stays(root: Path, tmp_path: Path) -> None:
+    """The folder is looked at again before anything in it is replaced."""
+    out = tmp_path / "out"
+
+    def intrude(progress: Progress) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "model.safetensors").write_text("another run's")
+
+    with pytest.raises(AlreadyCommittedError, match="not empty"):
+        consolidate(root, out, on_progress=intrude)
+    assert contents(out) == {"model.safetensors": b"another run's"}
+
+
 KILLED_RUN = """
 import os, signal, sys
 from fsdp_ckpt.hf import consolidate
