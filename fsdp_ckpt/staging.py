@@ -162,17 +162,9 @@ class Stager:
             return _failed(e)
         pending.future.add_done_callback(lambda _: place.end(1, release))
 
-        # Writing takes the processor and the memory from the copy, for which training waits; what is
-        # written during its later part hides most of the copy from the time to durable all the same.
-        first_report = 0 if mode == "sync" else image.num_bytes * 2 // 5
-
-        def report(num_bytes: int) -> None:
-            if num_bytes >= first_report:
-                pending.filled(num_bytes)
-
         def copy(only: Callable[[Entry], bool] | None, *, is_last: bool = True) -> None:
             try:
-                image.fill(report if is_last else None, only, streams)
+                image.fill(pending.filled if is_last else None, only, streams)
             except BaseException as e:
                 pending.fail(e)
                 if not isinstance(e, Exception):
