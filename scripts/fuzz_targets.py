@@ -30,6 +30,7 @@ from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.shard import ShardHeader
 from fsdp_ckpt.manifest.typed_json import Codec
 from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.storage.store import refuse_larger
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "golden" / "v1" / "step-000000042"
 FOLDER = "step-000000042"
@@ -80,12 +81,14 @@ class MemoryStore:
         """Return the store rooted at ``key``."""
         return MemoryStore(self.files, f"{self._key(key)}/")
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole object."""
         try:
-            return self.files[self._key(key)]
+            data = self.files[self._key(key)]
         except KeyError as e:
             raise NotFoundError(f"{key}: not found", key=key) from e
+        refuse_larger(len(data), max_bytes, self.url, key)
+        return data
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``."""

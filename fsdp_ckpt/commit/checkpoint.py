@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property, partial
 
 from fsdp_ckpt.commit.holdings import held_tensors, list_names, names_between
@@ -24,7 +24,7 @@ from fsdp_ckpt.commit.source_images import (
     reserve,
 )
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
-from fsdp_ckpt.manifest.schema import MAX_MANIFEST_BYTES, Manifest, TensorRow
+from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.plan.box import Box, byte_span, overlap
 from fsdp_ckpt.plan.dtypes import itemsize
@@ -63,13 +63,6 @@ class Checkpoint:
             CorruptCheckpointError: The manifest is damaged, or claims what its files cannot hold.
             UnsupportedFormatError: Of a newer format version.
         """
-        # Before any of it is in memory.
-        with suppress(NotFoundError):
-            num_bytes = store.size(MANIFEST_KEY)
-            if num_bytes > MAX_MANIFEST_BYTES:
-                raise CorruptCheckpointError(
-                    f"{store.url}/{MANIFEST_KEY}: {num_bytes} bytes, at most {MAX_MANIFEST_BYTES} expected"
-                )
         manifest = read_manifest(store)
         _refuse_claims(manifest, f"{store.url}/{MANIFEST_KEY}")
         return cls(store, manifest)

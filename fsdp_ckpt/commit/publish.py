@@ -18,7 +18,7 @@ from fsdp_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from fsdp_ckpt.manifest.schema import Manifest
+from fsdp_ckpt.manifest.schema import MAX_MANIFEST_BYTES, Manifest
 from fsdp_ckpt.storage.store import Store
 
 __all__ = [
@@ -153,7 +153,7 @@ def read_manifest(store: Store) -> Manifest:
         UnsupportedFormatError: It is of a newer format version.
     """
     try:
-        content = store.read(MANIFEST_KEY)
+        content = store.read(MANIFEST_KEY, MAX_MANIFEST_BYTES)
     except NotFoundError as e:
         raise NotFoundError(f"{store.url}: no checkpoint here (no {MANIFEST_KEY})") from e
     return Manifest.from_bytes(content, f"{store.url}/{MANIFEST_KEY}")

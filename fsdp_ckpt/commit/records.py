@@ -57,12 +57,7 @@ def read_record(store: Store, key: str, kind: str) -> dict[str, Any]:
         StorageError: It cannot be read now.
     """
     where = f"{store.url}/{key}"
-    num_bytes = store.size(key)
-    if num_bytes > MAX_RECORD_BYTES:  # before any of it is in memory
-        raise CorruptCheckpointError(
-            f"{where}: {num_bytes} bytes, at most {MAX_RECORD_BYTES} expected", key=key
-        )
-    content = store.read(key)
+    content = store.read(key, MAX_RECORD_BYTES)
     try:
         document = parse_json(content)
         refuse_depth([document], MAX_DEPTH)

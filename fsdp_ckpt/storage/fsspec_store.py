@@ -23,6 +23,7 @@ from fsdp_ckpt.errors import (
     describe,
 )
 from fsdp_ckpt.storage.retry import is_transient
+from fsdp_ckpt.storage.store import refuse_larger
 
 __all__ = ["FsspecStore", "without_credentials"]
 
@@ -92,8 +93,10 @@ class FsspecStore:
             self.size(key)
             raise AlreadyCommittedError(f"{self.url}/{key}: exists already", key=key)
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole object."""
+        if max_bytes is not None:
+            refuse_larger(self.size(key), max_bytes, self.url, key)
         with self._mapped(key):
             return bytes(self._fs.cat_file(self._path(key)))
 

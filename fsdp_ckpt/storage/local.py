@@ -22,6 +22,7 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.storage.direct import DirectFile
 from fsdp_ckpt.storage.durable import fsync_dir, link_exclusively, make_dirs, write_durably
+from fsdp_ckpt.storage.store import refuse_larger
 
 __all__ = ["LocalStore"]
 
@@ -92,9 +93,10 @@ class LocalStore:
                     os.unlink(temporary)
             fsync_dir(os.path.dirname(path))
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole file."""
         with mapped_os_errors(self._path(key)), os.fdopen(self._open(key), "rb") as file:
+            refuse_larger(os.fstat(file.fileno()).st_size, max_bytes, self.url, key)
             return file.read()
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:

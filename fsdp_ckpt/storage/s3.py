@@ -28,6 +28,7 @@ from fsdp_ckpt.storage.s3_client import S3Client
 from fsdp_ckpt.storage.s3_errors import to_our_tree
 from fsdp_ckpt.storage.s3_listing import list_level
 from fsdp_ckpt.storage.s3_writer import MultipartWriter, PutWriter, choose_part_bytes
+from fsdp_ckpt.storage.store import refuse_larger
 
 __all__ = ["S3Store"]
 
@@ -219,13 +220,16 @@ class S3Store:
 
     # --- reading ---
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole object."""
-        return self.again(key, lambda earlier: self._client.run(lambda fs: self._get(fs, key)))
+        return self.again(
+            key, lambda earlier: self._client.run(lambda fs: self._get(fs, key, max_bytes))
+        )
 
-    async def _get(self, fs: Any, key: str) -> bytes:
+    async def _get(self, fs: Any, key: str, max_bytes: int | None) -> bytes:
         answer = await fs._call_s3("get_object", Bucket=self._bucket, Key=self._key(key))
         async with answer["Body"] as body:
+            refuse_larger(answer["ContentLength"], max_bytes, self.url, key)
             data = bytes(await body.read())
         if len(data) != answer["ContentLength"]:
             raise self._cut(key, len(data), answer["ContentLength"], 0)

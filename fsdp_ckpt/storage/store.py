@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-__all__ = ["ObjectWriter", "Store"]
+from fsdp_ckpt.errors import CorruptCheckpointError
+
+__all__ = ["ObjectWriter", "Store", "refuse_larger"]
 
 
 class ObjectWriter(Protocol):
@@ -73,8 +75,11 @@ class Store(Protocol):
         """Write a small object, durably and all at once, only if the key does not exist."""
         ...
 
-    def read(self, key: str) -> bytes:
-        """Return the whole object, as it is on storage now."""
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
+        """Return the whole object, as it is on storage now.
+
+        One of more than ``max_bytes`` is a CorruptCheckpointError, before any of it is in memory.
+        """
         ...
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
@@ -96,3 +101,15 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Remove one object; an absent key is not an error."""
         ...
+
+
+def refuse_larger(num_bytes: int, max_bytes: int | None, url: str, key: str) -> None:
+    """Raise where an object of ``num_bytes`` is larger than whoever reads it expects.
+
+    Raises:
+        CorruptCheckpointError: It is.
+    """
+    if max_bytes is not None and num_bytes > max_bytes:
+        raise CorruptCheckpointError(
+            f"{url}/{key}: {num_bytes} bytes, at most {max_bytes} expected", key=key
+        )

@@ -63,9 +63,9 @@ class FaultStore:
         """Write a small object if the key does not exist."""
         self._run("create", key, lambda: self._store.create(key, data))
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole object."""
-        return self._run("read", key, lambda: self._store.read(key))
+        return self._run("read", key, lambda: self._store.read(key, max_bytes))
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``byte_offset`` on."""

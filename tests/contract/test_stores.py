@@ -253,6 +253,14 @@ def refuse_links(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
+def test_what_is_larger_than_expected_is_refused(store: Store) -> None:
+    """An object of as many bytes as its reader allows is read, a larger one is damage."""
+    store.create("k", DATA[:100])
+    assert store.read("k", 100) == DATA[:100]
+    with pytest.raises(CorruptCheckpointError, match="100 bytes, at most 99 expected"):
+        store.read("k", 99)
+
+
 @pytest.fixture(params=["links", "no links"])
 def local(
     request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -103,9 +103,9 @@ class ServedStore:
         """Write a small object if the key does not exist."""
         self.call("create", key, bytes(data))
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         """Return the whole object."""
-        data: bytes = self.call("read", key)
+        data: bytes = self.call("read", key, max_bytes)
         return data
 
     def read_into(self, key: str, byte_offset: int, buffer: memoryview) -> None:

@@ -20,6 +20,7 @@ import pytest
 from fsdp_ckpt.errors import (
     AlreadyCommittedError,
     CheckpointError,
+    CorruptCheckpointError,
     NotFoundError,
     StorageError,
 )
@@ -279,6 +280,17 @@ def test_a_dead_server_is_an_error_in_bounded_time(s3: S3Place) -> None:
     with pytest.raises(StorageError, match="tried 3 times") as caught:
         open_store(s3.url, **options).list_files()
     assert caught.value.retryable
+
+
+def test_what_is_larger_than_expected_takes_one_request(s3: S3Place) -> None:
+    """The size comes with the answer: nobody asks for it first, and the rest is not read."""
+    with FaultProxy(s3.server.endpoint) as proxy:
+        store = open_it(s3, proxy)
+        store.put("k", DATA)
+        assert store.read("k", len(DATA)) == DATA
+        with pytest.raises(CorruptCheckpointError, match=f"at most {len(DATA) - 1} expected"):
+            store.read("k", len(DATA) - 1)
+    assert {request.method for request in proxy.requests} == {"PUT", "GET"}
 
 
 # --- what others do ---

@@ -157,10 +157,10 @@ class FaultyStore(LocalStore):
             self.fired = True
             raise self._after
 
-    def read(self, key: str) -> bytes:
+    def read(self, key: str, max_bytes: int | None = None) -> bytes:
         if self._reads_fail:
             raise StorageError("unreachable")
-        return super().read(key)
+        return super().read(key, max_bytes)
 
 
 @pytest.fixture
