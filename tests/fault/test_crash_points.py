@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,7 +25,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError
+from fsdp_ckpt.commit.prune import prune
+from fsdp_ckpt.commit.retention import RetentionPolicy
+from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError, NotFoundError
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.storage.fsspec_store import FsspecStore
 from fsdp_ckpt.storage.open import open_store
@@ -41,7 +44,8 @@ OVER_TWO = "over two checkpoints"
 OVER_DEAD = "over a dead attempt"
 OVER_WHOLE = "over a dead attempt whose file is whole"
 FAILING = "a save that fails at its commit"
-SCENARIOS = (FIRST, OVER_TWO, OVER_DEAD, OVER_WHOLE, FAILING)
+PRUNING = "deleting what is no longer kept"
+SCENARIOS = (FIRST, OVER_TWO, OVER_DEAD, OVER_WHOLE, FAILING, PRUNING)
 # Steps, and seeds of their content; saved again, a step has another seed.
 OLDER, OLD, NEW, NEXT = 0, 1, 2, 3
 AGAIN = 7
@@ -54,6 +58,14 @@ BEFORE = {
     OVER_DEAD: [OLD, OLD],
     OVER_WHOLE: [AGAIN, NEW],
     FAILING: "fresh",
+    PRUNING: [NEW, NEW],
+}
+# What is expected beside: to the bit, or where it is being deleted not at all.
+BESIDE = {
+    OVER_TWO: (OLDER, OLD),
+    OVER_DEAD: (OLD,),
+    OVER_WHOLE: (OLD,),
+    PRUNING: (OLDER, OLD),
 }
 
 
@@ -69,7 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
-            timeout=280,
+            timeout=600,
             check=False,
         )
         assert done.returncode == 0
@@ -86,13 +98,16 @@ def test_a_save_may_crash_at_any_operation(
     report = reports[store][scenario]
     operations, crashes = report["operations"], report["crashes"]
     fails = scenario == FAILING
-    assert set(operations) == VERBS ^ ({"create", "abort"} if fails else set())
+    if scenario == PRUNING:
+        assert set(operations) == {"create", "delete"}
+    else:
+        assert set(operations) == VERBS ^ ({"create", "abort"} if fails else set())
     # A crash that did not happen would prove nothing.
     assert [(c["at"], c["moment"]) for c in crashes] == list(crash_points(operations, scenario))
     assert all(crash["died"] for crash in crashes)
     assert [trouble for crash in crashes for trouble in crash["trouble"]] == []
     for crash in crashes:
-        is_new = is_whole(store, operations, crash["at"], crash["moment"])
+        is_new = scenario == PRUNING or is_whole(store, operations, crash["at"], crash["moment"])
         assert crash["restored"] == ([NEW, NEW] if is_new else BEFORE[scenario]), crash
     print(f"{store}, {scenario}: {len(crashes)} crashes at {len(operations)} operations")
 
@@ -152,8 +167,18 @@ def save(root: Store, steps: Sequence[tuple[int, int]], *faults: Fault) -> list[
     return [operation.verb for operation in plan.operations if operation.verb in MUTATING]
 
 
+def prune_two(root: Store, *faults: Fault) -> list[str]:
+    """Save three checkpoints, delete all but the newest under faults; return the operations."""
+    save(root, [(step, step) for step in (OLDER, OLD, NEW)])
+    plan = FaultPlan(*faults)
+    prune(FaultStore(root, plan), RetentionPolicy(last=1))
+    return [operation.verb for operation in plan.operations if operation.verb in MUTATING]
+
+
 def run_save(open_root: Opener, name: str, scenario: str, *faults: Fault) -> tuple[int, Any]:
     """Make what a scenario begins with, save under faults; return that process's exit code and operations."""
+    if scenario == PRUNING:
+        return in_child(lambda: prune_two(open_root(name), *faults))
     if scenario in (OVER_DEAD, OVER_WHOLE):
         dead = Fault("crash", verbs=("flush",) if scenario == OVER_DEAD else ("create",))
         code, _ = in_child(lambda: save(open_root(name), [(OLD, OLD), (AGAIN, NEW)], dead))
@@ -179,9 +204,11 @@ def look(root: Store, scenario: str, states: Bits) -> dict[str, Any]:
     restored = next((key for key, its in states.items() if its == bits), None)
     if report.step != (restored and restored[1]) or (report.is_fresh and bits != before):
         trouble.append(f"not the state of step {report.step}, but {restored}")
-    for step in {OVER_TWO: (OLDER, OLD), OVER_DEAD: (OLD,), OVER_WHOLE: (OLD,)}.get(scenario, ()):
-        job.manager.restore(step)
-        if job.bits() != states[step, step]:
+    for step in BESIDE.get(scenario, ()):
+        with suppress(*([NotFoundError] if scenario == PRUNING else [])):
+            job.manager.restore(step)
+            if job.bits() == states[step, step]:
+                continue
             trouble.append(f"step {step} has changed")
     if report.step == NEW:
         with LargerJob(root, AGAIN, NEW).manager as manager, pytest.raises(AlreadyCommittedError):
