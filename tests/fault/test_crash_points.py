@@ -89,6 +89,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 @pytest.mark.s3
+@pytest.mark.timeout(900)  # the first one waits for the crashes of all
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("store", STORES)
 def test_a_save_may_crash_at_any_operation(
