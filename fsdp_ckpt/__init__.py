@@ -12,6 +12,7 @@ from fsdp_ckpt.version import __version__
 
 if TYPE_CHECKING:
     from fsdp_ckpt.commit.catalog import CheckpointInfo
+    from fsdp_ckpt.commit.retention import RetentionPolicy
     from fsdp_ckpt.dcp import (
         ReshardLoadPlanner,
         ShardedStorageReader,
@@ -36,10 +37,14 @@ if TYPE_CHECKING:
     from fsdp_ckpt.process_groups import end_process_group, process_group
     from fsdp_ckpt.restore_report import RestoreReport
     from fsdp_ckpt.save_handle import SaveHandle
+    from fsdp_ckpt.stability.save_policy import SavePolicy
+    from fsdp_ckpt.stability.spike_policy import SpikePolicy
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
+    from fsdp_ckpt.step_outcome import StepOutcome
 
 _HOMES = {
     "fsdp_ckpt.commit.catalog": ("CheckpointInfo",),
+    "fsdp_ckpt.commit.retention": ("RetentionPolicy",),
     "fsdp_ckpt.dcp": (
         "ReshardLoadPlanner",
         "ShardSavePlanner",
@@ -64,7 +69,10 @@ _HOMES = {
     "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
     "fsdp_ckpt.restore_report": ("RestoreReport",),
     "fsdp_ckpt.save_handle": ("SaveHandle",),
+    "fsdp_ckpt.stability.save_policy": ("SavePolicy",),
+    "fsdp_ckpt.stability.spike_policy": ("SpikePolicy",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
+    "fsdp_ckpt.step_outcome": ("StepOutcome",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -84,11 +92,15 @@ __all__ = [
     "ReshardLoadPlanner",
     "RestoreReport",
     "ResumableSampler",
+    "RetentionPolicy",
     "SaveHandle",
     "SaveOptions",
+    "SavePolicy",
     "ShardSavePlanner",
     "ShardedStorageReader",
     "ShardedStorageWriter",
+    "SpikePolicy",
+    "StepOutcome",
     "StorageError",
     "TrainState",
     "UnencodableStateError",

@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, find_checkpoints
+from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
+from fsdp_ckpt.commit.current_branch import CurrentBranch
+from fsdp_ckpt.commit.good import find_good
+from fsdp_ckpt.commit.marks import pin
+from fsdp_ckpt.commit.retention import RetentionPolicy
 from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
 from fsdp_ckpt.options import SaveMode, SaveOptions
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
+from fsdp_ckpt.run_life import RunLife
 from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.saving import Saver
 from fsdp_ckpt.snapshot.buffer import ImagePool
+from fsdp_ckpt.stability.save_policy import SavePolicy
+from fsdp_ckpt.stability.spike_policy import SpikePolicy
+from fsdp_ckpt.step_outcome import StepOutcome
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.writer.job import store_address
 
@@ -44,6 +52,9 @@ class CheckpointManager:
         state: What is saved and restored.
         timeout_s: How long a rank waits for the others in one exchange, in seconds; must cover the slowest
             rank's writing.
+        save: When :meth:`after_step` saves; ``None``: never.
+        keep: What to keep; the rest is deleted in the background after each save. ``None`` deletes nothing.
+        spikes: What counts as a spike of loss or gradient norm, and what is done then; ``None`` watches none.
         options: How a save goes; by default asynchronous.
         num_threads: Threads that read or write, per rank; by default as many as suit the store.
         check_replicas: What to do where replicas of parameters or optimizer state are not bit-equal at a
@@ -57,6 +68,9 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         state: TrainState,
         *,
+        save: SavePolicy | None = None,
+        keep: RetentionPolicy | None = None,
+        spikes: SpikePolicy | None = None,
         options: SaveOptions | None = None,
         timeout_s: float = 1800.0,
         num_threads: int | None = None,
@@ -72,22 +86,32 @@ class CheckpointManager:
         background = RankGroup.of(timeout_s + 2 * REPORT_GRACE_S, lingers=True)
         # Restores read into the memory that saves copy into: it is touched once.
         self._pool = ImagePool(self._options.max_in_flight, pin=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch lacks types
+        branch = CurrentBranch(self._root)
         self._saver = Saver(
             self._root,
             self._group,
             background,
             self._options,
             self._pool,
+            branch,
             address=store_address(root, fs_options),
             num_threads=num_threads,
             check=check_replicas,
         )
-        self._restorer = Restorer(
-            self._root, self._group, fs_options, self._pool, num_threads=num_threads
+        restorer = Restorer(
+            self._root, self._group, fs_options, self._pool, branch, num_threads=num_threads
         )
-        self._damaged: dict[
-            int, SkippedCheckpoint
-        ] = {}  # what the last restore passed over, by step
+        self._life = RunLife(
+            self._root,
+            state,
+            self._group,
+            self._saver,
+            restorer,
+            branch,
+            save=save,
+            keep=keep,
+            spikes=spikes,
+        )
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -118,6 +142,7 @@ class CheckpointManager:
             try:
                 self._saver.close()
             finally:
+                self._life.close()
                 self._pool.close()
 
     @property
@@ -136,12 +161,91 @@ class CheckpointManager:
             found for found in find_checkpoints(self._root) if isinstance(found, CheckpointInfo)
         ]
 
-    def latest(self) -> CheckpointInfo | None:
-        """Return the newest whole checkpoint, or ``None``; any rank may call it alone."""
+    def latest(self, *, good: bool = False) -> CheckpointInfo | None:
+        """Return the newest whole checkpoint, or ``None``; any rank may call it alone.
+
+        Args:
+            good: Only one from which training went on well, as the spike policy judged.
+        """
         self._check_open()
-        return next(
-            (f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo)), None
-        )
+        found = (f for f in find_checkpoints(self._root) if isinstance(f, CheckpointInfo))
+        return find_good(self._root) if good else next(found, None)
+
+    def pin(self, step: int, note: str = "") -> None:
+        """Keep the checkpoint of a step, whatever the policy; any rank may call it alone.
+
+        Raises:
+            NotFoundError: There is none, or it is being deleted.
+        """
+        self._check_open()
+        pin(self._root, step, note)
+
+    # --- the training loop ---
+
+    def before_update(self, *, loss: Any, grad_norm: Any = None) -> bool:
+        """Return whether to make the update, for ``on_outlier="skip_update"``; called by every rank.
+
+        If not, drop the gradients, and go on with ``progress.advance`` and :meth:`after_step`, which takes no
+        loss then. An exchange between all ranks, in the place of that of :meth:`after_step`.
+
+        Args:
+            loss: As of :meth:`after_step`.
+            grad_norm: Likewise.
+
+        Raises:
+            MismatchError: A loss is missing.
+        """
+        self._check_open()
+        return self._life.before_update(loss, grad_norm)
+
+    def after_step(
+        self,
+        *,
+        loss: Any = None,
+        grad_norm: Any = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> StepOutcome:
+        """Do what the policies say is due; called by every rank after each step and its ``progress.advance``.
+
+        Saves, goes back after a spike, or leaves one committed checkpoint and says that the run is to end.
+        Takes microseconds, but for the looks that ``docs/stability.md`` tells of.
+
+        Args:
+            loss: Of this rank's batch, a number or a tensor of one element; needed with a spike policy.
+            grad_norm: Before clipping, likewise; on all ranks or on none.
+            metrics: Scores of a checkpoint that is saved now, for ``RetentionPolicy(best=…, metric=…)``.
+
+        Returns:
+            What was done, the same on all ranks.
+
+        Raises:
+            CheckpointError: The run went wrong, and is not to go back again; or what :meth:`save` and
+                :meth:`restore` raise.
+            MismatchError: Ranks are not at the same step, or a loss is missing.
+        """
+        self._check_open()
+        return self._life.after_step(self._options.mode, loss, grad_norm, metrics)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the loop is to end: the run was told to, or has made the policy's last step."""
+        return self._life.should_stop
+
+    @property
+    def exit_code(self) -> int:
+        """For ``sys.exit``: 75 (``EX_TEMPFAIL``: start me again) where the run was told to end, else 0."""
+        return self._life.exit_code
+
+    @property
+    def lr_factor(self) -> float:
+        """What ``optimizer.step()`` multiplies learning rates with; 1 but for a while after a spike."""
+        return self._life.rates.factor
+
+    def notice_preemption(self) -> None:
+        """Do as if SIGTERM had come, for notices that come another way; any thread of any rank may."""
+        self._life.notice()
+
+    # --- by hand ---
 
     def save(self, *, mode: SaveMode | None = None) -> SaveHandle:
         """Save the state as the checkpoint of ``state.progress.step``; called by every rank.
@@ -157,15 +261,14 @@ class CheckpointManager:
         Raises:
             UnencodableStateError: A value cannot be saved; nothing was written.
             MismatchError: Ranks contradict each other about the state or the step; nothing was written.
-            AlreadyCommittedError: The step has a checkpoint already.
+            AlreadyCommittedError: The step has a checkpoint already, on the current branch.
             IncompleteWriteError: A rank failed to write, in this save or in an earlier one that was still
                 under way; nothing was committed of that one. Or every image is in use, and ``on_busy`` is
                 ``error``.
             RankFailureError: A rank did not answer in time, or replicas differ and must not.
         """
         self._check_open()
-        step = self.state.progress.step
-        return self._saver.save(self.state, mode or self._options.mode, self._damaged.get(step))
+        return self._life.save(mode or self._options.mode)
 
     def restore(
         self,
@@ -179,8 +282,9 @@ class CheckpointManager:
         """Bring the live state back; called by every rank, with the same arguments.
 
         Without ``step``, the newest whole checkpoint; a damaged one is passed over, by all ranks alike, and
-        reported, and a later save of its step replaces it. A root without any checkpoint starts fresh: the
-        live state stays as it is.
+        reported and marked, and a later save of its step replaces it. A root without any checkpoint starts
+        fresh: the live state stays as it is. Going on from a ``step`` that is not the newest is a rollback,
+        which the first save records.
 
         Args:
             step: The checkpoint to restore; damage is then an error.
@@ -204,10 +308,7 @@ class CheckpointManager:
             cast=allow_cast,
             torn=allow_torn,
         )
-        self._saver.finish()  # what is under way may be what is asked for
-        report = self._restorer.restore(self.state, step, allowed)
-        self._damaged = {s.step: s for s in report.skipped if not s.torn}
-        return report
+        return self._life.restore(step, allowed)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint
 
@@ -26,6 +27,8 @@ class RestoreReport:
         unexpected: Saved names that the live state lacks.
         cast: Name → (saved dtype, live dtype).
         skipped: Newer checkpoints that were passed over, with the reason.
+        run: What the run knew of itself when it saved, besides its state: how long it had been training, what
+            its losses had been like; where policies watched it.
     """
 
     step: int | None
@@ -38,6 +41,7 @@ class RestoreReport:
     unexpected: tuple[str, ...] = ()
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     skipped: tuple[SkippedCheckpoint, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_fresh(self) -> bool:

@@ -13,33 +13,22 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ckpt.commit.catalog import (
-    CheckpointInfo,
-    SkippedCheckpoint,
-    find_checkpoints,
-    step_folder,
-)
-from fsdp_ckpt.commit.checkpoint import Checkpoint
-from fsdp_ckpt.commit.fence import read_fences
-from fsdp_ckpt.commit.publish import holds_checkpoint, publish_manifest, read_manifest
-from fsdp_ckpt.commit.recover import find_complete_attempt
+from fsdp_ckpt.commit.branches import BranchHistory
+from fsdp_ckpt.commit.catalog import SkippedCheckpoint, step_folder
+from fsdp_ckpt.commit.current_branch import CurrentBranch
+from fsdp_ckpt.commit.rollback import history_from_json
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
 from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
 from fsdp_ckpt.dcp.saved_state import saved_state
-from fsdp_ckpt.errors import (
-    AlreadyCommittedError,
-    CheckpointError,
-    CorruptCheckpointError,
-    NotFoundError,
-    StorageError,
-    UnsupportedFormatError,
-)
+from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, NotFoundError
+from fsdp_ckpt.finding import CheckpointFinder
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
+from fsdp_ckpt.save_notes import RUN_SECTION
 from fsdp_ckpt.snapshot.buffer import ImagePool
-from fsdp_ckpt.state.saved import RestorePlan, SavedState
+from fsdp_ckpt.state.saved import RestorePlan, SavedState, subtree
 from fsdp_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
@@ -60,6 +49,7 @@ class Restorer:
         group: The ranks.
         options: For the reader's filesystem.
         pool: Of buffers to read into.
+        branch: On which this job saves; used on the coordinator.
         num_threads: Reads in flight, per rank.
     """
 
@@ -69,14 +59,19 @@ class Restorer:
         group: RankGroup,
         options: Mapping[str, Any],
         pool: ImagePool,
+        branch: CurrentBranch,
         *,
         num_threads: int | None,
     ) -> None:
         self._root = root
+        self._branch = branch
+        self._finder = CheckpointFinder(root, branch)
+        self.mark_corrupt = self._finder.mark_corrupt  # on the coordinator
         self._group = group
         self._options = dict(options)
         self._pool = pool
         self._num_threads = num_threads
+        self.history = BranchHistory()  # as of the last restore, on every rank
 
     def restore(self, state: TrainState, step: int | None, allowed: Allowed) -> RestoreReport:
         """Bring the live state back; called by every rank.
@@ -88,9 +83,10 @@ class Restorer:
         gone = 0
         while True:
             found = self._group.coordinate(
-                "looking for a checkpoint", lambda: self._find(step, damaged, allowed)
+                "looking for a checkpoint", lambda: self._finder.choose(step, damaged, allowed)
             )
             skipped = tuple(SkippedCheckpoint(**s) for s in found["skipped"])
+            self.history = history_from_json(found["rollbacks"])
             if found["step"] is None:
                 self._say(skipped, f"no checkpoint under {self._root.url}: starting fresh")
                 return RestoreReport(step=None, skipped=skipped)
@@ -107,6 +103,7 @@ class Restorer:
                 if step is not None or gone > MAX_GONE:
                     raise
                 continue
+            self._branch.stands_on(found["step"], found["attempt"], is_newest=found["is_newest"])
             self._say(skipped, f"restored step {report.step} from {self._root.url}")
             return dataclasses.replace(report, skipped=skipped)
 
@@ -115,89 +112,6 @@ class Restorer:
             for s in skipped:
                 logger.warning("passed over the checkpoint of step %d: %s", s.step, s.reason)
             logger.warning(outcome)
-
-    def _find(
-        self, step: int | None, damaged: Mapping[tuple[int, str], str], allowed: Allowed
-    ) -> dict[str, Any]:
-        """Choose the checkpoint; runs on the coordinator alone."""
-        if step is not None:
-            return {**self._find_step(step), "skipped": []}
-        skipped: list[SkippedCheckpoint] = []
-        for found in find_checkpoints(self._root):
-            if isinstance(found, SkippedCheckpoint) and found.torn:
-                found = self._recover(found.step) or found
-            if isinstance(found, SkippedCheckpoint):
-                if found.newer:
-                    # Not damage: going on from an older one would throw away a good checkpoint.
-                    raise UnsupportedFormatError(found.reason, step=found.step)
-                skipped.append(found)
-            elif (reason := damaged.get((found.step, found.attempt))) is not None:
-                skipped.append(
-                    SkippedCheckpoint(step=found.step, reason=reason, attempt=found.attempt)
-                )
-            else:
-                passed = [dataclasses.asdict(s) for s in skipped]
-                return {"step": found.step, "attempt": found.attempt, "skipped": passed}
-        broken = [s for s in skipped if not s.torn]
-        if broken:
-            raise CorruptCheckpointError(
-                f"{self._root.url}: no whole checkpoint among {len(skipped)}; the newest: {broken[0].reason}",
-                step=broken[0].step,
-            )
-        if skipped and not allowed.torn:
-            raise NotFoundError(
-                f"{self._root.url}: no checkpoint, only {len(skipped)} torn attempt(s), the newest of step "
-                f"{skipped[0].step}; to start the run anew, pass allow_torn=True or another root"
-            )
-        return {"step": None, "skipped": [dataclasses.asdict(s) for s in skipped]}
-
-    def _recover(self, step: int) -> CheckpointInfo | None:
-        """Publish what a job that died left complete."""
-        store = self._root.child(step_folder(step))
-        manifest = find_complete_attempt(store, read_fences(self._root))
-        if manifest is None:
-            return None
-        try:
-            publish_manifest(store, manifest)
-        except AlreadyCommittedError:  # someone has, just now
-            manifest = read_manifest(store)
-        except StorageError as e:
-            if e.retryable:
-                raise
-            # A root that may only be read.
-            logger.warning("could not publish the complete attempt of step %d: %s", step, e)
-            return None
-        else:
-            logger.warning(
-                "published attempt %s of step %d, which a job that died had written completely",
-                manifest.attempt,
-                step,
-            )
-        return CheckpointInfo.of(manifest, store.url)
-
-    def _find_step(self, step: int) -> dict[str, Any]:
-        store = self._root.child(step_folder(step))
-        try:
-            if not holds_checkpoint(store):
-                self._recover(step)
-            checkpoint = Checkpoint.open(store)
-        except NotFoundError as e:
-            found = find_checkpoints(self._root)
-            there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]
-            shown = ", ".join(there[:5]) or "none"
-            raise NotFoundError(
-                f"{self._root.url}: no checkpoint of step {step}; newest steps there: {shown}",
-                step=step,
-            ) from e
-        except CorruptCheckpointError as e:
-            raise CorruptCheckpointError(f"step {step}: {e}", step=step, key=e.key) from e
-        if checkpoint.manifest.step != step:
-            raise CorruptCheckpointError(
-                f"{checkpoint.store.url}: the manifest is of step {checkpoint.manifest.step}",
-                step=step,
-            )
-        checkpoint.check_files()
-        return {"step": step, "attempt": checkpoint.manifest.attempt}
 
 
 class _Restore:
@@ -224,6 +138,7 @@ class _Restore:
             allow_cast=allowed.cast,
         )
         self._leaves: dict[Path, Any] = {}
+        self._run: Mapping[str, Any] = {}
 
     def run(self, state: TrainState) -> RestoreReport:
         """Compare, fetch, deliver, apply; every step agreed by all ranks."""
@@ -272,6 +187,9 @@ class _Restore:
             world_size=self._group.world_size,
             allowed=lambda name: matches(name, self._allowed.missing),
         )
+        # What the run knew of itself is no part of the live state.
+        self._run = subtree(saved.values, RUN_SECTION) or {}
+        plan.left_out.extend(saved.under(RUN_SECTION))
         self._leaves = dict(plan.leaves)
         self._planner.set_up(
             self._leaves,
@@ -325,4 +243,5 @@ class _Restore:
             missing=tuple(differences.missing),
             unexpected=tuple(differences.unexpected),
             cast=dict(differences.cast),
+            run=self._run,
         )

@@ -14,7 +14,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fsdp_ckpt.agreeing import Agreeing
 from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, step_folder
+from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.fence import pass_fence
 from fsdp_ckpt.commit.publish import (
     new_attempt,
@@ -23,17 +25,16 @@ from fsdp_ckpt.commit.publish import (
     retire_manifest,
 )
 from fsdp_ckpt.commit.receipt import Attempt, ShardReceipt, seal
-from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
 from fsdp_ckpt.dcp.shard_image import ShardImage
-from fsdp_ckpt.dcp.summary import Summary
-from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError, MismatchError
+from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.options import SaveMode, SaveOptions
 from fsdp_ckpt.persisting import Persister
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.replicas import CheckReplicas, check_replicas
 from fsdp_ckpt.save_handle import SaveHandle
+from fsdp_ckpt.save_notes import SaveNotes, with_facts
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.staging import Stager
 from fsdp_ckpt.state.names import changes_in_step
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Saver"]
 
-# Parts of the training state that every rank has of its own: what one rank lacks is not another's to give.
-PARTS = ("data", "extra", "lr_scheduler", "progress")
-
 
 class Saver:
     """Saves under one root, again and again: plan, buffers and writer are kept between saves.
@@ -58,6 +56,7 @@ class Saver:
         background: That second group.
         options: How a save goes.
         pool: Of buffers for images.
+        branch: On which this job saves; used on the coordinator.
         address: Url and storage options with which another process opens the root; ``None`` if none can.
         num_threads: Threads that digest and write, per rank.
         check: What to do about replicas that are not equal; ``None`` warns, where looking costs little.
@@ -70,17 +69,19 @@ class Saver:
         background: RankGroup,
         options: SaveOptions,
         pool: ImagePool,
+        branch: CurrentBranch,
         *,
         address: Mapping[str, Any] | None,
         num_threads: int | None,
         check: CheckReplicas | None,
     ) -> None:
         self._root = root
+        self._branch = branch
         self._group = group
         self._options = options
         self._check = check
         self._planner = ShardSavePlanner()
-        self._agreed: tuple[str, Agreement] | None = None  # of the structure that ranks share
+        self._agreeing = Agreeing(group, self._planner)
         self._named: tuple[str, frozenset[str]] = "", frozenset()  # parameters of a structure
         self._persister = Persister(background, group.timeout_s)
         self._stager = Stager(
@@ -93,7 +94,11 @@ class Saver:
     # --- the call ---
 
     def save(
-        self, state: TrainState, mode: SaveMode, replaces: SkippedCheckpoint | None
+        self,
+        state: TrainState,
+        mode: SaveMode,
+        replaces: SkippedCheckpoint | None,
+        notes: SaveNotes | None = None,
     ) -> SaveHandle:
         """Save the state as the checkpoint of its step; called by every rank.
 
@@ -101,6 +106,7 @@ class Saver:
             state: What is saved.
             mode: When to return.
             replaces: The step's checkpoint as it was found damaged, which may be replaced.
+            notes: What goes along, on the coordinator.
 
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.save`.
@@ -124,7 +130,7 @@ class Saver:
             snapshot = self._stager.stage(
                 place,
                 lambda pool: ShardImage.begin(
-                    self._planner.contents(),
+                    with_facts(self._planner.contents(), notes),
                     attempt,
                     self._group.rank,
                     pool,
@@ -141,6 +147,8 @@ class Saver:
             snapshot.receipt,
             self._publisher(manifest, attempt, replaces),
         )
+        if notes is not None:
+            notes.follow(attempt, committed)
         handle = SaveHandle(step, timeout_s, snapshot.staged, committed)
         self._handles[self._num_saves] = handle
         self._num_saves += 1
@@ -162,6 +170,7 @@ class Saver:
             manifest = seal(draft, attempt, [ShardReceipt.from_json(r) for r in receipts])
             manifest.check()
             pass_fence(self._root, attempt.id)
+            self._branch.check_publish(attempt, store)
             if replaces is not None:
                 retire_manifest(store, replaces.attempt)
             publish_manifest(store, manifest)
@@ -228,12 +237,16 @@ class Saver:
                 "busy": [rank for rank, vote in enumerate(votes) if vote["busy"]],
                 "equal": all(vote["print"] == votes[0]["print"] for vote in votes),
                 "attempt": new_attempt(),
+                "generation": 0,
             }
             # A look at a disk is cheap. A remote store is asked where training waits anyway; otherwise the
             # publishing finds out.
             is_near = mode == "sync" or isinstance(self._root, LocalStore)
-            if answer["failed"] is None and not answer["busy"] and is_near and replaces is None:
-                refuse_committed(self._root.child(step_folder(step)), step)
+            if answer["failed"] is None and not answer["busy"]:
+                answer["generation"] = self._branch.settle(step)
+                store = self._root.child(step_folder(step))
+                if is_near and replaces is None and not self._branch.is_left(store):
+                    refuse_committed(store, step)
             return answer
 
         decision = group.decide("collecting the state", look, combine)
@@ -255,34 +268,11 @@ class Saver:
                 step=step,
                 rank=decision["busy"][0],
             )
-        agreement = self._agree(step, is_equal=decision["equal"])
+        agreement = self._agreeing.agree(step, is_equal=decision["equal"])
         planner.accept(agreement, group.rank, group.world_size)
-        return Attempt(id=decision["attempt"], step=step, world_size=group.world_size)
-
-    def _agree(self, step: int, *, is_equal: bool) -> Agreement:
-        """Return what ranks agree on; the summaries themselves are exchanged only where ranks differ."""
-        group, planner = self._group, self._planner
-        if is_equal:
-            if self._agreed is None or self._agreed[0] != planner.structure:
-                agreement = agree([planner.summary()] * group.world_size)
-                self._agreed = planner.structure, agreement
-            return self._agreed[1]
-        self._agreed = None
-        summary = group.run("describing the state", planner.summary)
-        prints: list[str] = []
-        for rank, (its_step, fingerprint) in enumerate(group.gather([step, summary.fingerprint()])):
-            if its_step != step:
-                raise MismatchError(
-                    f"rank {group.rank} saves step {step}, rank {rank} step {its_step}; advance the progress "
-                    "of all ranks alike",
-                    step=step,
-                    rank=rank,
-                )
-            prints.append(fingerprint)
-        # One rank of those that say the same says it for all of them.
-        speaks = prints.index(prints[group.rank]) == group.rank
-        spoken = group.gather(summary.to_json() if speaks else None)
-        told = {
-            fp: Summary.from_json(said) for fp, said in zip(prints, spoken, strict=True) if said
-        }
-        return agree([told[fingerprint] for fingerprint in prints], parts=PARTS)
+        return Attempt(
+            id=decision["attempt"],
+            step=step,
+            world_size=group.world_size,
+            generation=decision["generation"],
+        )

@@ -4,9 +4,10 @@
     killed      4 ranks   1 ...... 5 saved .. 8 SIGKILL
     resumed     4 ranks            6 ............. 15 saved
     resumed     2 ranks                               16 ..... 20 saved  ->  Hugging Face shards  ->  logits
+    poisoned    4 ranks   1 .......... 10 saved .. 14 a spike, back to 10, past the data .......... 20
 
-Everything lies under demo-out/, which is made anew. Exit code 0 only when every promise of the closing
-table is kept.
+Everything lies under demo-out/, which is made anew; demo.png there shows the losses. Exit code 0 only when
+every promise of the closing table is kept.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo_findings import Findings, print_findings
+from demo_picture import draw_runs
 from safetensors.numpy import load_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIG = REPOSITORY / "configs" / "demo.toml"
 OUT = REPOSITORY / "demo-out"
 REFERENCE, RUN, LOGITS = OUT / "reference", OUT / "run", OUT / "logits.npy"
+POISONED, PICTURE = OUT / "poisoned", OUT / "demo.png"
 
 NUM_RANKS, NUM_RANKS_LATER = 4, 2
-KILL_AT, HOP_AT = 8, 15
+KILL_AT, HOP_AT, POISON_AT = 8, 15, 14
 SHARD_SIZE = "1MB"
 PROMPT = "def main("
 NUM_NEW_TOKENS = 60
@@ -45,26 +49,8 @@ class Run:
     ended: dict[str, Any] | None
     steps: dict[int, dict[str, Any]]
     saved: list[dict[str, Any]]
-
-
-@dataclass(slots=True)
-class Findings:
-    """Rows of the closing table, and whether each promise is kept."""
-
-    rows: list[tuple[str, str, bool | None]] = field(default_factory=list)
-
-    def tell(self, name: str, value: object) -> None:
-        """Add a row that promises nothing."""
-        self.rows.append((name, str(value), None))
-
-    def promise(self, name: str, value: object, *, kept: bool) -> None:
-        """Add a row that must hold."""
-        self.rows.append((name, str(value), kept))
-
-    @property
-    def broken(self) -> list[str]:
-        """Names of the promises that are not kept."""
-        return [name for name, _, kept in self.rows if kept is False]
+    rolled_back: list[dict[str, Any]]
+    log: list[dict[str, Any]]
 
 
 def main() -> int:
@@ -78,15 +64,21 @@ def main() -> int:
     killed = train(f"killed in step {KILL_AT}", RUN, NUM_RANKS, "--kill-at", KILL_AT, dies=True)
     resumed = train(f"resumed up to step {HOP_AT}", RUN, NUM_RANKS, "--steps", HOP_AT)
     hopped = train("resumed again", RUN, NUM_RANKS_LATER, "--logits", LOGITS)
+    poison = ("--poison-at", POISON_AT)
+    poisoned = train(f"poisoned in step {POISON_AT}", POISONED, NUM_RANKS, *poison)
 
     findings = Findings()
     judge_resume(findings, reference, killed, resumed)
     judge_hop(findings, reference, resumed, hopped)
+    judge_rollback(findings, poisoned, num_steps)
     tell_costs(findings, [reference, resumed, hopped])
     export(findings)
     findings.tell("time of the whole demo", f"{time.perf_counter() - start:.0f} s")
 
     print_losses(reference, killed, resumed, hopped)
+    logs = [run.log for run in (reference, killed, resumed, hopped)]
+    draw_runs(PICTURE, logs, poisoned.log, kill_at=KILL_AT)
+    print(f"\n{PICTURE.relative_to(REPOSITORY)}")
     print_findings(findings)
     return 1 if findings.broken else 0
 
@@ -105,6 +97,8 @@ def train(what: str, root: Path, num_ranks: int, *options: object, dies: bool = 
         ended=next((r for r in records if r["event"] == "ended"), None),
         steps={r["step"]: r for r in records if r["event"] == "step"},
         saved=[r for r in records if r["event"] == "saved"],
+        rolled_back=[r for r in records if r["event"] == "rolled back"],
+        log=records,
     )
 
 
@@ -180,6 +174,29 @@ def judge_hop(findings: Findings, reference: Run, resumed: Run, hopped: Run) -> 
     findings.tell(
         "largest difference of losses on 2 ranks (other dropout masks)", f"{difference:.2g}"
     )
+
+
+def judge_rollback(findings: Findings, run: Run, num_steps: int) -> None:
+    """Noise in one rank's data sends all ranks back to a good checkpoint, and never comes again."""
+    back = run.rolled_back[0] if run.rolled_back else {"step": None, "to_step": None, "seconds": 0}
+    findings.promise(
+        f"noise on rank 1 in step {POISON_AT}: all ranks go back once, and on to step {num_steps}",
+        f"from {back['step']} to {back['to_step']}",
+        kept=len(run.rolled_back) == 1 and back["step"] == POISON_AT and num_steps in run.steps,
+    )
+    steps = [r for r in run.log if r["event"] == "step"]
+    at = next((n for n, r in enumerate(steps) if r["step"] == POISON_AT), 0)
+    bad = set(steps[at]["samples"])
+    again = [r for r in steps[at + 1 :] if r["epoch"] == steps[at]["epoch"]]
+    seen = sum(len(bad.intersection(r["samples"])) for r in again)
+    findings.promise("samples of that step that are read again", seen, kept=seen == 0 < len(bad))
+    twice = [r for r in steps if r["step"] == (back["to_step"] or 0) + 1]
+    findings.promise(
+        "first step after the rollback, bit-equal to what it was before",
+        "equal" if len(twice) == 2 and twice[0] == twice[1] else "different",
+        kept=len(twice) == 2 and twice[0] == twice[1],
+    )
+    findings.tell("time to go back", f"{back['seconds']:.3f} s")
 
 
 def tell_costs(findings: Findings, runs: Sequence[Run]) -> None:
@@ -264,18 +281,6 @@ def print_losses(reference: Run, killed: Run, resumed: Run, hopped: Run) -> None
             cells[0] = "  SIGKILL"
         columns = "".join(f"{cell:<22}" for cell in cells)
         print(f"{step:>4}  {expected['loss']!r:<20}{columns}".rstrip())
-
-
-def print_findings(findings: Findings) -> None:
-    """Print the closing table."""
-    width = max(len(name) for name, _, _ in findings.rows)
-    signs = {None: "    ", True: "ok  ", False: "FAIL"}
-    print()
-    for name, value, kept in findings.rows:
-        print(f"{signs[kept]}  {name:<{width}}  {value}")
-    print(
-        f"\n{'broken: ' + '; '.join(findings.broken) if findings.broken else 'every promise kept'}"
-    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 4 scripts/train.py configs/demo.toml --root /data/run-1
 
 Started again with the same root, on any number of ranks that divides the global batch, it goes on after
-the newest whole checkpoint.
+the newest whole checkpoint. Told to end, it leaves one and ends with exit code 75. After a spike of loss or
+gradient norm it goes back to the newest good one, past the data that caused it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import logging
 import math
 import os
 import signal
+import sys
 import time
 import tomllib
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,8 +34,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fsdp_ckpt import CheckpointManager, ResumableSampler, TrainState, make_loader
-from fsdp_ckpt.process_groups import process_group
+from fsdp_ckpt import (
+    CheckpointManager,
+    ResumableSampler,
+    SavePolicy,
+    SpikePolicy,
+    TrainState,
+    make_loader,
+    process_group,
+)
 
 
 def main() -> None:
@@ -44,6 +54,12 @@ def main() -> None:
     parser.add_argument("--events", type=Path, help="rank 0 appends JSON lines: losses and more")
     parser.add_argument("--logits", type=Path, help="rank 0 writes the final model's logits, .npy")
     parser.add_argument("--kill-at", type=int, metavar="STEP", help="crash in the middle of it")
+    parser.add_argument(
+        "--poison-at",
+        type=int,
+        metavar="STEP",
+        help="rank 1 finds noise instead of text in its data",
+    )
     args = parser.parse_args()
     config = tomllib.loads(args.config.read_text())
 
@@ -56,11 +72,12 @@ def main() -> None:
         torch.cuda.set_device(device)
     # Model and optimizer live in train() alone, so that they are gone when the group ends.
     with process_group("nccl" if device.type == "cuda" else "gloo"):
-        train(args, config, device)
+        exit_code = train(args, config, device)
+    sys.exit(exit_code)
 
 
-def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device) -> None:
-    """Restore what there is, train the steps that are left, save on the way."""
+def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device) -> int:
+    """Restore what there is, train the steps that are left, save on the way; return the exit code."""
     seed, data = config["seed"], config["data"]
     num_steps, num_ranks = args.steps or config["steps"], dist.get_world_size()
     if data["global_batch"] % num_ranks:
@@ -81,13 +98,18 @@ def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device
     )
     state = TrainState(model=model, optimizer=optimizer, lr_scheduler=scheduler, data=sampler)
     progress = state.progress
+    poisoned = find_poisoned(args.poison_at, sampler, data["global_batch"])
+    saves = SavePolicy(every_steps=config["save_every"], last_step=num_steps)
+    spikes = SpikePolicy(**config["spikes"])
 
-    with CheckpointManager(args.root, state) as manager:
+    with CheckpointManager(args.root, state, save=saves, spikes=spikes) as manager:
         report, seconds = timed(manager.restore)
         logits = digest(compute_logits(model, text, device))
         write(log, "restored", step=report.step, seconds=seconds, logits=logits)
-        while progress.step < num_steps:
+        while not manager.should_stop:
             for ids, tokens in loader:
+                if poisoned == (sampler.epoch, ids.tolist()):
+                    tokens = torch.randint_like(tokens, tokens.max() + 1)
                 loss = model(input_ids=tokens.to(device), labels=tokens.to(device)).loss
                 loss.backward()
                 norm = clip_grad_norm_(model.parameters(), config["max_grad_norm"])
@@ -104,10 +126,13 @@ def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device
                 norm = norm.full_tensor().item()  # type: ignore[attr-defined]  # a DTensor
                 done = {"step": progress.step, "epoch": progress.epoch, "lr": lr}
                 write(log, "step", **done, loss=mean_loss, grad_norm=norm, samples=samples)
-                if progress.step % config["save_every"] == 0 or progress.step == num_steps:
-                    _, seconds = timed(manager.save)
+                outcome, seconds = timed(partial(manager.after_step, loss=loss, grad_norm=norm))
+                if outcome.saved is not None:
                     write(log, "saved", step=progress.step, seconds=seconds)
-                if progress.step == num_steps:
+                if outcome.rolled_back:
+                    why = {"reason": outcome.reason, "seconds": seconds}
+                    write(log, "rolled back", step=done["step"], to_step=progress.step, **why)
+                if outcome.must_break:
                     break
             else:
                 progress.next_epoch()
@@ -116,6 +141,20 @@ def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device
     write(log, "ended", step=progress.step, logits=digest(final))
     if args.logits and dist.get_rank() == 0:
         np.save(args.logits, final)
+    return manager.exit_code
+
+
+def find_poisoned(
+    step: int | None, sampler: ResumableSampler, global_batch: int
+) -> tuple[int, list[int]] | None:
+    """Return epoch and sample indices of the batch that rank 1 reads in ``step``, on rank 1 alone."""
+    if step is None or dist.get_rank() != 1:
+        return None
+    epoch, number = divmod(step - 1, sampler.num_samples // global_batch)
+    ahead = ResumableSampler(sampler.num_samples, seed=sampler.seed)
+    ahead.set_epoch(epoch)
+    ahead.advance(number * global_batch)
+    return epoch, list(islice(ahead, global_batch // dist.get_world_size()))
 
 
 def build_model(options: dict[str, Any], device: torch.device) -> LlamaForCausalLM:

@@ -24,8 +24,9 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "ls",
         help="list a run's checkpoints, newest first",
-        description="List a run's checkpoints, newest first, and apart from them what is torn or damaged. "
-        "Exit code 0: there is a whole one, and none is damaged. Compares file sizes; verify reads all.",
+        description="List a run's checkpoints, newest first, and apart from them what is torn, damaged, or "
+        "on a branch that the run left. Exit code 0: there is a whole one, and none is damaged. Compares "
+        "file sizes; verify reads all.",
     )
     parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
     add_json(parser)
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         _print_text(whole, skipped)
-    return 0 if whole and all(f.torn for f in skipped) else 1
+    return 0 if whole and all(f.torn or f.abandoned for f in skipped) else 1
 
 
 def _print_text(whole: Sequence[CheckpointInfo], skipped: Sequence[SkippedCheckpoint]) -> None:
@@ -74,5 +75,11 @@ def _print_text(whole: Sequence[CheckpointInfo], skipped: Sequence[SkippedCheckp
     if skipped:
         if whole:
             print()
-        passed = [(f.step, "torn" if f.torn else "damaged", f.reason) for f in skipped]
+        passed = [(f.step, _kind(f), f.reason) for f in skipped]
         print_table(("STEP", "SKIPPED", "REASON"), passed, right=(0,))
+
+
+def _kind(skipped: SkippedCheckpoint) -> str:
+    if skipped.torn:
+        return "torn"
+    return "left" if skipped.abandoned else "damaged"

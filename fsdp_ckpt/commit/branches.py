@@ -21,7 +21,7 @@ from functools import cached_property
 
 from fsdp_ckpt.errors import IncompleteWriteError
 
-__all__ = ["BranchHistory", "DataWindow", "Rollback"]
+__all__ = ["BranchHistory", "DataWindow", "Rollback", "merge_windows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -99,6 +99,11 @@ class BranchHistory:
         """Number of rollbacks so far: the generation of what is saved now."""
         return len(self.rollbacks)
 
+    @property
+    def furthest_step(self) -> int:
+        """The furthest step at which the run has gone back; -1 without rollbacks."""
+        return max((r.from_step for r in self.rollbacks), default=-1)
+
     def abandoned_by(self, generation: int, step: int) -> Rollback | None:
         """Return the first rollback that has left a checkpoint behind; ``None``: the run stands on it."""
         return next((r for r in self.rollbacks[generation:] if step > r.to_step), None)
@@ -132,23 +137,6 @@ class BranchHistory:
         Also those of branches that were abandoned: who goes back further has their data before it again.
         """
         return merge_windows(w for r in self.rollbacks for w in r.skip)
-
-    def next_position(self, epoch: int, position: int, num_samples: int) -> int:
-        """Return where the next step may read from.
-
-        Args:
-            epoch: The current one.
-            position: Where the data cursor stands, in samples over all ranks.
-            num_samples: What a step reads from there, so that none of it is in a window.
-
-        Returns:
-            ``position``, or the end of the last window that the step would meet, which may be past the end of
-            the epoch.
-        """
-        for window in self.skipped_data:
-            if window.epoch == epoch and window.start < position + num_samples:
-                position = max(position, window.stop)
-        return position
 
     def lr_factor(self, step: int) -> float:
         """Return what the learning rate of the step after ``step`` is multiplied with; 1 for most."""

@@ -36,6 +36,7 @@ def prune(
     policy: RetentionPolicy,
     *,
     resumed_from: str | None = None,
+    is_judged: bool = False,
     now_s: float | None = None,
     dry_run: bool = False,
 ) -> PrunePlan:
@@ -47,6 +48,7 @@ def prune(
         root: The run's root.
         policy: What to keep.
         resumed_from: Attempt of the checkpoint that the run was resumed from, where known.
+        is_judged: Whether the run finds out which checkpoints are good: none is by default then.
         now_s: Seconds since 1970; by default this machine's clock.
         dry_run: Decide only.
 
@@ -64,6 +66,7 @@ def prune(
         policy,
         now_s=time.time() if now_s is None else now_s,
         resumed_from=resumed_from,
+        is_judged=is_judged,
     )
     if not dry_run:
         delete_doomed(root, plan.delete)

@@ -4,13 +4,15 @@ Every shard file says what it is, and its header is written last: a header that 
 means that the file is whole. Rank 0's header holds a spare of the manifest. So files alone tell whether an
 attempt can be published, and the manifest is rebuilt from them.
 
-Invariant: an attempt from before the first checkpoint of a later job is never published (see ``fence``).
+Invariant: an attempt from before the first checkpoint of a later job is never published (see ``fence``), nor
+one of a branch that the run has left (see ``branches``).
 """
 
 from __future__ import annotations
 
 import re
 
+from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.fence import Fences
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError
 from fsdp_ckpt.manifest.schema import Manifest, shard_name
@@ -25,12 +27,15 @@ __all__ = ["find_complete_attempt", "rebuild_manifest"]
 _RANK_FILE = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.safetensors", re.ASCII)
 
 
-def find_complete_attempt(store: Store, fences: Fences) -> Manifest | None:
+def find_complete_attempt(
+    store: Store, fences: Fences, history: BranchHistory | None = None
+) -> Manifest | None:
     """Return the manifest of the newest attempt of a step whose files are all whole.
 
     Args:
         store: The step's folder, without a manifest.
         fences: Of the run's root.
+        history: Its rollbacks, where there may be some.
 
     Returns:
         What can be published; ``None`` where no attempt is complete.
@@ -42,9 +47,11 @@ def find_complete_attempt(store: Store, fences: Fences) -> Manifest | None:
         if fences.is_dead(attempt):
             continue
         try:
-            return rebuild_manifest(store, attempt)
+            manifest = rebuild_manifest(store, attempt)
         except (CorruptCheckpointError, NotFoundError):
             continue
+        if not history or not history.abandoned_by(manifest.generation, manifest.step):
+            return manifest
     return None
 
 

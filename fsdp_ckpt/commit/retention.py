@@ -21,7 +21,8 @@ class RetentionPolicy:
 
     Args:
         last: This many of the newest good checkpoints, 1 or more; and as many of those newer than them, which
-            are not judged yet. Where no checkpoint is marked as good, each counts as good.
+            are not judged yet, with the oldest of these, which is judged next. Where no checkpoint is marked
+            as good, each counts as good, but in a run that judges them.
         every_steps: Those of every n-th step, for ever.
         epochs: The first one of each epoch but the first, for ever: the state at the epoch's end where
             checkpoints are saved there.
@@ -117,6 +118,7 @@ def choose_what_to_delete(
     *,
     now_s: float,
     resumed_from: str | None = None,
+    is_judged: bool = False,
 ) -> PrunePlan:
     """Decide what stays; pure.
 
@@ -126,8 +128,9 @@ def choose_what_to_delete(
         now_s: Seconds since 1970, by the clock of the ids.
         resumed_from: Attempt of the checkpoint that the run was resumed from, where known. The one that the
             newest rollback went back to stays by itself.
+        is_judged: Whether the run finds out which checkpoints are good: none is by default then.
     """
-    reasons = _why(inventory, policy, resumed_from)
+    reasons = _why(inventory, policy, resumed_from, is_judged=is_judged)
 
     def is_old(attempt: str) -> bool:
         begun = begun_at(attempt)
@@ -159,18 +162,21 @@ def choose_what_to_delete(
     )
 
 
-def _why(inventory: Inventory, policy: RetentionPolicy, resumed_from: str | None) -> _Reasons:
+def _why(
+    inventory: Inventory, policy: RetentionPolicy, resumed_from: str | None, *, is_judged: bool
+) -> _Reasons:
     """Apply every rule to the checkpoints of the current branch."""
     whole = inventory.checkpoints
     usable = [held for held in whole if "corrupt" not in held.marks.kinds]
     marked = [held for held in usable if "good" in held.marks.kinds]
-    good = marked or usable
+    good = marked if is_judged else marked or usable
     reasons = _Reasons()
     reasons.add(good[: policy.last], f"one of the newest {policy.last} good")
     reasons.add(usable[:1], "the newest")
-    if good:
-        newer = [held for held in usable if held.info.step > good[0].info.step]
-        reasons.add(newer[: policy.last], "not judged yet")
+    newer = [held for held in usable if not good or held.info.step > good[0].info.step]
+    reasons.add(newer[: policy.last], "not judged yet")
+    # Where saves come faster than judgements, each would be deleted before it can be good.
+    reasons.add(newer[policy.last :][-1:], "the next to be judged")
     if policy.every_steps is not None:
         regular = [held for held in usable if held.info.step % policy.every_steps == 0]
         reasons.add(regular, f"a multiple of {policy.every_steps}")

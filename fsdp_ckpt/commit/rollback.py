@@ -26,7 +26,13 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.manifest.fields import count, text
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["read_history", "record_rollback", "rollback_key"]
+__all__ = [
+    "history_from_json",
+    "history_to_json",
+    "read_history",
+    "record_rollback",
+    "rollback_key",
+]
 
 KIND = "rollback"
 _RECORD = re.compile(r"rollback-(\d{4,9})\.json", re.ASCII)
@@ -111,6 +117,16 @@ def record_rollback(
     pass_fence(root, rollback.id)
     _create(root, rollback, content)
     return BranchHistory((*history.rollbacks, rollback))
+
+
+def history_to_json(history: BranchHistory) -> list[dict[str, Any]]:
+    """Return plain data, for other ranks."""
+    return [_to_json(rollback) for rollback in history.rollbacks]
+
+
+def history_from_json(encoded: Sequence[dict[str, Any]]) -> BranchHistory:
+    """Rebuild what :func:`history_to_json` described."""
+    return BranchHistory(tuple(_from_json(fields) for fields in encoded))
 
 
 def _create(root: Store, rollback: Rollback, content: bytes) -> None:

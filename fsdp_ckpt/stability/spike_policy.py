@@ -36,6 +36,8 @@ class SpikePolicy:
         skip_after: Likewise after the last.
         max_rollbacks: Rollbacks at one place, after which the run is stopped.
         healthy_steps: Healthy steps in a row after which a checkpoint is good.
+        look_every: Steps from one look to the next; every step is judged, but found out about then. Each look
+            is an exchange between all ranks.
     """
 
     window: int = 128
@@ -53,9 +55,10 @@ class SpikePolicy:
     skip_after: int = 0
     max_rollbacks: int = 3
     healthy_steps: int = 10
+    look_every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("window", "warmup", "patience", "healthy_steps"):
+        for name in ("window", "warmup", "patience", "healthy_steps", "look_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("lr_steps", "skip_before", "skip_after", "max_rollbacks"):

@@ -8,13 +8,15 @@ cursor is a position in that order, counted over all ranks:
 
 Invariant: a step of ``batch`` samples per rank consumes exactly positions ``[cursor, cursor +
 batch * world)``, so the rest of the epoch is exact on any other world size. What loader workers
-have prefetched does not count.
+have prefetched does not count. Positions that are skipped, after a rollback, are passed over as if the
+order did not hold them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -34,8 +36,8 @@ _BLOCK_SAMPLES = 16_384
 class ResumableSampler(Sampler[int]):
     """Sample indices of one rank, from the cursor to the end of the epoch.
 
-    An iterator keeps the epoch and cursor it began with: make a new one after `set_epoch` or
-    `load_state_dict`. Ranks which see the same data (tensor or pipeline parallel) give the same
+    An iterator keeps the epoch and cursor it began with: make a new one after `set_epoch`,
+    `load_state_dict` or `skip`. Ranks which see the same data (tensor or pipeline parallel) give the same
     ``rank``.
 
     Args:
@@ -78,6 +80,7 @@ class ResumableSampler(Sampler[int]):
         self.tail = tail
         self.epoch = 0
         self.cursor = 0
+        self._skipped: tuple[tuple[int, int, int], ...] = ()
         self._cached_order: tuple[int, torch.Tensor] | None = None
         if self.num_samples < 1:
             raise MismatchError(f"num_samples is {num_samples}: a sampler needs at least one")
@@ -92,13 +95,16 @@ class ResumableSampler(Sampler[int]):
     def __len__(self) -> int:
         """Return how many indices this rank has left; equal on all ranks."""
         repeats = self.world_size - 1 if self.tail == "pad" else 0
-        return (self.num_samples - self.cursor + repeats) // self.world_size
+        return (_total(self._ranges_from(self.cursor)) + repeats) // self.world_size
 
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's indices from the cursor on; skipped ones cost nothing."""
-        start = self.cursor + self.rank
-        positions = range(start, start + len(self) * self.world_size, self.world_size)
-        return _walk(self._order() if self.shuffle else None, positions, self.num_samples)
+        num_rounds = len(self)
+        ranges, whole = self._ranges_from(self.cursor), self._ranges_from(0)
+        while _total(ranges) < num_rounds * self.world_size:
+            ranges = [*ranges, *whole]  # what is repeated at the end
+        taken = range(self.rank, num_rounds * self.world_size, self.world_size)
+        return _walk(self._order() if self.shuffle else None, ranges, taken)
 
     def advance(self, samples: int) -> None:
         """Count ``samples`` as consumed, over all ranks; call it on every rank.
@@ -107,15 +113,42 @@ class ResumableSampler(Sampler[int]):
             MismatchError: ``samples`` is negative or more than the epoch has left; the cursor has
                 not moved.
         """
-        target = self.cursor + operator.index(samples)
+        samples = operator.index(samples)
+        left = self._ranges_from(self.cursor)
         # Rounds are full on every rank, so the last one of "pad" counts its repeats.
-        if samples < 0 or target > max(self.num_samples, self.cursor + len(self) * self.world_size):
+        if samples < 0 or samples > max(_total(left), len(self) * self.world_size):
             raise MismatchError(
                 f"data cursor at {self.cursor} of {self.num_samples} in epoch {self.epoch} cannot "
                 f"advance by {samples}: report what all ranks really consumed (the last batch of "
                 "an epoch may be short, drop_last=True avoids it), and begin the next epoch"
             )
-        self.cursor = min(target, self.num_samples)
+        if samples >= _total(left):
+            self.cursor = self.num_samples
+        elif samples > 0:
+            self.cursor = int(_positions(left, range(samples - 1, samples))[0]) + 1
+
+    def skip(self, windows: Iterable[tuple[int, int, int]]) -> None:
+        """Leave data out from now on, and nothing else: replaces what an earlier call said.
+
+        Not part of the state: it is what the run has recorded when it went back, and is said again after
+        every restore. Call it on every rank with the same windows.
+
+        Args:
+            windows: (epoch, start, stop): positions in that epoch's order, counted as the cursor is.
+        """
+        self._skipped = tuple(sorted(windows))
+
+    def _ranges_from(self, start: int) -> list[range]:
+        """Return the positions of this epoch from ``start`` on that are not skipped."""
+        ranges = []
+        for epoch, first, stop in self._skipped:
+            if epoch == self.epoch and start < stop:
+                if start < min(first, self.num_samples):
+                    ranges.append(range(start, min(first, self.num_samples)))
+                start = stop
+        if start < self.num_samples:
+            ranges.append(range(start, self.num_samples))
+        return ranges
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; stay at the cursor if this is the current epoch.
@@ -177,9 +210,22 @@ class ResumableSampler(Sampler[int]):
         return self._cached_order[1]
 
 
-def _walk(order: torch.Tensor | None, positions: range, num_samples: int) -> Iterator[int]:
-    """Yield the indices at ``positions`` of ``order``, which repeats itself past its end."""
-    for first in range(0, len(positions), _BLOCK_SAMPLES):
-        block = positions[first : first + _BLOCK_SAMPLES]
-        picked = torch.arange(block.start, block.stop, block.step, device="cpu") % num_samples
+def _total(ranges: list[range]) -> int:
+    return sum(map(len, ranges))
+
+
+def _positions(ranges: list[range], taken: range) -> torch.Tensor:
+    """Return the positions that come as number ``taken`` of those in ``ranges``, int64."""
+    numbers = torch.arange(taken.start, taken.stop, taken.step, device="cpu")
+    ends = list(accumulate(map(len, ranges)))
+    which = torch.searchsorted(torch.tensor(ends, device="cpu"), numbers, right=True)
+    # A range's first position, less how many come before it.
+    shifts = [r.start + len(r) - end for r, end in zip(ranges, ends, strict=True)]
+    return numbers + torch.tensor(shifts, device="cpu")[which]
+
+
+def _walk(order: torch.Tensor | None, ranges: list[range], taken: range) -> Iterator[int]:
+    """Yield the indices that ``order`` has at number ``taken`` of the positions in ``ranges``."""
+    for first in range(0, len(taken), _BLOCK_SAMPLES):
+        picked = _positions(ranges, taken[first : first + _BLOCK_SAMPLES])
         yield from (picked if order is None else order[picked]).tolist()

@@ -46,6 +46,11 @@ class Progress:
     def __repr__(self) -> str:
         return f"Progress({', '.join(f'{k}={v}' for k, v in self.state_dict().items())})"
 
+    @property
+    def cursor(self) -> DataCursor | None:
+        """What follows it, where something does."""
+        return self._cursor
+
     def attach(self, cursor: DataCursor) -> None:
         """Let ``cursor`` follow every later `advance` and `next_epoch`; replaces an earlier one.
 

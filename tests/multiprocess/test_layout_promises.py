@@ -233,8 +233,8 @@ def counted_reads() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
     read, read_into = LocalStore.read, LocalStore.read_into
 
-    def counting_read(store: LocalStore, key: str) -> bytes:
-        data = read(store, key)
+    def counting_read(store: LocalStore, key: str, max_bytes: int | None = None) -> bytes:
+        data = read(store, key, max_bytes)
         counts[key] += len(data)
         return data
 

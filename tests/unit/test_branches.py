@@ -163,26 +163,6 @@ def test_windows_stay_in_force_on_every_later_branch() -> None:
     assert history.skipped_data == (merged, four, one) == merge_windows((four, three, two, one))
 
 
-@pytest.mark.parametrize(
-    ("position", "num_samples", "expected"),
-    [
-        (0, 10, 0),
-        (1, 10, 20),  # its last sample is in the window
-        (10, 10, 20),
-        (19, 1, 20),
-        (20, 10, 20),
-        (20, 11, 40),  # the next window is near
-        (60, 10, 60),
-    ],
-)
-def test_no_step_meets_a_window(position: int, num_samples: int, expected: int) -> None:
-    """The next step begins where none of its samples is in a window, of this epoch only."""
-    skip = (DataWindow(epoch=0, start=10, stop=20), DataWindow(epoch=0, start=30, stop=40))
-    history = BranchHistory((rollback(1, 30, 20, skip=skip),))
-    assert history.next_position(0, position, num_samples) == expected
-    assert history.next_position(1, position, num_samples) == position
-
-
 def test_the_learning_rate_is_lowered_for_a_while() -> None:
     """From the step gone back to on, for as many steps as the record says; several multiply."""
     history = BranchHistory(

@@ -27,11 +27,15 @@ PUBLIC = [
     "ReshardLoadPlanner",
     "RestoreReport",
     "ResumableSampler",
+    "RetentionPolicy",
     "SaveHandle",
     "SaveOptions",
+    "SavePolicy",
     "ShardSavePlanner",
     "ShardedStorageReader",
     "ShardedStorageWriter",
+    "SpikePolicy",
+    "StepOutcome",
     "StorageError",
     "TrainState",
     "UnencodableStateError",
@@ -94,7 +98,7 @@ def test_type_checkers_see_what_runs() -> None:
     [
         "import fsdp_ckpt",
         "from fsdp_ckpt import CheckpointError, StorageError, __version__",
-        "from fsdp_ckpt import CheckpointInfo",
+        "from fsdp_ckpt import CheckpointInfo, RetentionPolicy, SavePolicy, SpikePolicy",
     ],
 )
 def test_names_that_need_no_torch_load_none(statements: str) -> None:

@@ -86,7 +86,7 @@ def test_good_ones_count_and_those_not_judged_yet_stay_beside_them() -> None:
         held(40),
         held(50),
     ]
-    assert kept(choose(checkpoints)) == [50, 30]
+    assert kept(choose(checkpoints)) == [50, 40, 30]  # 40 is judged next
     plan = choose(checkpoints, RetentionPolicy(last=2))
     assert kept(plan) == [50, 40, 30, 20]
     assert plan.keep[0].reasons == ("the newest", "not judged yet")
