@@ -28,10 +28,12 @@ if TYPE_CHECKING:
         MismatchError,
         NotFoundError,
         RankFailureError,
+        RunStoppedError,
         StorageError,
         UnencodableStateError,
         UnsupportedFormatError,
     )
+    from fsdp_ckpt.life.step_outcome import StepOutcome
     from fsdp_ckpt.manager import CheckpointManager
     from fsdp_ckpt.options import SaveOptions
     from fsdp_ckpt.process_groups import end_process_group, process_group
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
     from fsdp_ckpt.stability.save_policy import SavePolicy
     from fsdp_ckpt.stability.spike_policy import SpikePolicy
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
-    from fsdp_ckpt.step_outcome import StepOutcome
 
 _HOMES = {
     "fsdp_ckpt.commit.catalog": ("CheckpointInfo",),
@@ -60,10 +61,12 @@ _HOMES = {
         "MismatchError",
         "NotFoundError",
         "RankFailureError",
+        "RunStoppedError",
         "StorageError",
         "UnencodableStateError",
         "UnsupportedFormatError",
     ),
+    "fsdp_ckpt.life.step_outcome": ("StepOutcome",),
     "fsdp_ckpt.manager": ("CheckpointManager",),
     "fsdp_ckpt.options": ("SaveOptions",),
     "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
@@ -72,7 +75,6 @@ _HOMES = {
     "fsdp_ckpt.stability.save_policy": ("SavePolicy",),
     "fsdp_ckpt.stability.spike_policy": ("SpikePolicy",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
-    "fsdp_ckpt.step_outcome": ("StepOutcome",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -93,6 +95,7 @@ __all__ = [
     "RestoreReport",
     "ResumableSampler",
     "RetentionPolicy",
+    "RunStoppedError",
     "SaveHandle",
     "SaveOptions",
     "SavePolicy",

@@ -19,6 +19,7 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "RankFailureError",
+    "RunStoppedError",
     "StorageError",
     "UnencodableStateError",
     "UnsupportedFormatError",
@@ -115,6 +116,10 @@ class RankFailureError(_FailuresError):
     """A rank failed or did not answer in time; ``failures`` maps each such rank to its error."""
 
 
+class RunStoppedError(CheckpointError):
+    """The run went wrong, and has gone back as often as it may: a person must look at it."""
+
+
 class ClosedError(CheckpointError):
     """The manager was closed before this call."""
 
@@ -132,6 +137,7 @@ _TREE: dict[str, type[CheckpointError]] = {
         StorageError,
         IncompleteWriteError,
         RankFailureError,
+        RunStoppedError,
         ClosedError,
     )
 }

@@ -19,17 +19,17 @@ from fsdp_ckpt.commit.good import find_good
 from fsdp_ckpt.commit.marks import pin
 from fsdp_ckpt.commit.retention import RetentionPolicy
 from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
+from fsdp_ckpt.life.run_life import RunLife
+from fsdp_ckpt.life.step_outcome import StepOutcome
 from fsdp_ckpt.options import SaveMode, SaveOptions
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
-from fsdp_ckpt.run_life import RunLife
 from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.saving import Saver
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.stability.spike_policy import SpikePolicy
-from fsdp_ckpt.step_outcome import StepOutcome
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.writer.job import store_address
 

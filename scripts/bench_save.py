@@ -234,10 +234,9 @@ def figures(times: Times) -> dict[str, float]:
         "durable_over_raw": speed(times, durable, "raw write"),
         "durable_over_dcp_sync": speed(times, durable, "dcp sync durable"),
         "durable_over_dcp_async": speed(times, durable, dcp_durable),
-        "step_slowdown": max(slowdowns["async"], slowdowns["lazy"]),
+        "step_slowdown": slowdowns["async"],
         "sync_durable_over_raw": speed(times, "sync durable", "raw write"),
         "async_durable_over_raw": speed(times, "async durable", "raw write"),
-        "async_step_slowdown": slowdowns["async"],
         "lazy_step_slowdown": slowdowns["lazy"],
     }
     if "dcp async" in slowdowns:

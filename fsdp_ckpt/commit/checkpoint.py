@@ -35,6 +35,8 @@ from fsdp_ckpt.storage.store import Store
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
 
 NAMED_DAMAGES = 16
+# While one thread digests what it has read, and moves it, another one's read takes its place.
+THREADS_PER_READ = 2
 
 
 class Checkpoint:
@@ -268,7 +270,7 @@ class Checkpoint:
             position += rooms[rank] * PAGE_BYTES
             buffers[rank] = span.start, part
             calls += self._reads(rank, span, part, take)
-        run_all(calls, num_threads or self.store.concurrency)
+        run_all(calls, num_threads or THREADS_PER_READ * self.store.concurrency)
         return SourceImages(buffers)
 
     def _spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:

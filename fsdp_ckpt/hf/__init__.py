@@ -10,14 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.hf.consolidate import ConsolidateReport, consolidate
+from fsdp_ckpt.hf.copying import CopyOptions
 from fsdp_ckpt.hf.importer import ImportReport, import_model
 from fsdp_ckpt.hf.reshard import ReshardReport, reshard
+from fsdp_ckpt.hf.selection import Selection
 
 if TYPE_CHECKING:
+    from fsdp_ckpt.hf.ranked import consolidate_on_ranks
     from fsdp_ckpt.weights.export import ExportOptions, ExportReport, export
     from fsdp_ckpt.weights.load import LoadReport, load
 
 _HOME_OF = {
+    "consolidate_on_ranks": "fsdp_ckpt.hf.ranked",
     "ExportOptions": "fsdp_ckpt.weights.export",
     "ExportReport": "fsdp_ckpt.weights.export",
     "export": "fsdp_ckpt.weights.export",
@@ -27,12 +31,15 @@ _HOME_OF = {
 
 __all__ = [
     "ConsolidateReport",
+    "CopyOptions",
     "ExportOptions",
     "ExportReport",
     "ImportReport",
     "LoadReport",
     "ReshardReport",
+    "Selection",
     "consolidate",
+    "consolidate_on_ranks",
     "export",
     "import_model",
     "load",

@@ -21,6 +21,7 @@ from fsdp_ckpt.errors import (
     MismatchError,
     NotFoundError,
     RankFailureError,
+    RunStoppedError,
     StorageError,
     UnencodableStateError,
     UnsupportedFormatError,
@@ -40,6 +41,7 @@ BUILT_IN_BASES: dict[type[CheckpointError], type[Exception]] = {
     IncompleteWriteError: Exception,
     StorageError: OSError,
     RankFailureError: Exception,
+    RunStoppedError: Exception,
     ClosedError: Exception,
 }
 CARRY_FAILURES = (IncompleteWriteError, RankFailureError)

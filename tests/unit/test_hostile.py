@@ -88,7 +88,7 @@ def mutations(draw: st.DrawFn, document: Any) -> Any:
             case 1 if isinstance(container, list):
                 container.append(copy.deepcopy(container[key]))
             case 1:
-                container[fuzz.TWICE + str(key)] = draw(HOSTILE)
+                container[fuzz.TWICE + str(key)] = copy.deepcopy(draw(HOSTILE))
             case 2:
                 other, at = where[draw(st.integers(0, len(where) - 1))]
                 container[key] = copy.deepcopy(other.get(at) if isinstance(other, dict) else other)

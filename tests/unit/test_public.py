@@ -28,6 +28,7 @@ PUBLIC = [
     "RestoreReport",
     "ResumableSampler",
     "RetentionPolicy",
+    "RunStoppedError",
     "SaveHandle",
     "SaveOptions",
     "SavePolicy",

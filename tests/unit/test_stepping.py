@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from fsdp_ckpt import MismatchError, Progress, SavePolicy
+from fsdp_ckpt.life.stepping import MAX_LOOK_S, MAX_LOOK_STEPS, Stepper, _Pace
+from fsdp_ckpt.life.watching import RunWatch
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.stability.health import Candidate
 from fsdp_ckpt.stability.interval import daly_interval
 from fsdp_ckpt.stability.save_costs import SaveCosts
 from fsdp_ckpt.stability.spike_policy import SpikePolicy
-from fsdp_ckpt.stepping import MAX_LOOK_S, MAX_LOOK_STEPS, Stepper, _Pace
-from fsdp_ckpt.watching import RunWatch
 
 
 class Clock:

@@ -21,25 +21,25 @@ from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint
 from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.receipt import Attempt
 from fsdp_ckpt.commit.retention import RetentionPolicy
-from fsdp_ckpt.errors import CheckpointError
-from fsdp_ckpt.housekeeping import Housekeeper
-from fsdp_ckpt.lowered_rates import LoweredRates
+from fsdp_ckpt.errors import CheckpointError, RunStoppedError
+from fsdp_ckpt.life.housekeeping import Housekeeper
+from fsdp_ckpt.life.lowered_rates import LoweredRates
+from fsdp_ckpt.life.signals import SignalWatch
+from fsdp_ckpt.life.step_outcome import StepOutcome
+from fsdp_ckpt.life.stepping import Stepper
+from fsdp_ckpt.life.watching import RunWatch
+from fsdp_ckpt.life.way_back import WayBack
 from fsdp_ckpt.options import SaveMode
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
 from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.saving import Saver
-from fsdp_ckpt.signals import SignalWatch
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.stability.spike_policy import SpikeDecision, SpikePolicy
 from fsdp_ckpt.state.data import ResumableSampler
 from fsdp_ckpt.state.data_trail import DataTrail
-from fsdp_ckpt.step_outcome import StepOutcome
-from fsdp_ckpt.stepping import Stepper
 from fsdp_ckpt.storage.store import Store
-from fsdp_ckpt.watching import RunWatch
-from fsdp_ckpt.way_back import WayBack
 
 if TYPE_CHECKING:
     from fsdp_ckpt.state.train_state import TrainState
@@ -242,7 +242,7 @@ class RunLife:
         if self._group.is_coordinator:
             logger.warning("%s: %s", spike.reason, spike.action)
         if spike.action == "stop":
-            raise CheckpointError(
+            raise RunStoppedError(
                 f"the run went wrong and was stopped: {spike.reason}; look at data and learning rate, or go "
                 "on from an older checkpoint",
                 step=spike.step,

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from fsdp_ckpt.commit.branches import BranchHistory, DataWindow, merge_windows
 from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.good import find_good, find_target
-from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, NotFoundError
-from fsdp_ckpt.housekeeping import Housekeeper
+from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, RunStoppedError
+from fsdp_ckpt.life.housekeeping import Housekeeper
+from fsdp_ckpt.life.watching import RunWatch
 from fsdp_ckpt.ranks import RankGroup
 from fsdp_ckpt.restore_report import Allowed, RestoreReport
 from fsdp_ckpt.restoring import Restorer
 from fsdp_ckpt.saving import Saver
 from fsdp_ckpt.stability.spike_policy import SpikeDecision
 from fsdp_ckpt.storage.store import Store
-from fsdp_ckpt.watching import RunWatch
 
 if TYPE_CHECKING:
     from fsdp_ckpt.state.train_state import TrainState
@@ -97,7 +97,7 @@ class WayBack:
 
         Raises:
             NotFoundError: There is no checkpoint to go back to.
-            CheckpointError: Many were tried, and all are damaged.
+            RunStoppedError: Many were tried, and all are damaged.
         """
         # A save under way is of the branch that is left, and must not be published after the record.
         self._saver.finish()
@@ -119,7 +119,7 @@ class WayBack:
             if self._state.optimizer is not None:
                 self._state.optimizer.zero_grad()  # of a step on the branch that was left
             return report
-        raise CheckpointError(
+        raise RunStoppedError(
             f"{self._root.url}: {MAX_TARGETS} checkpoints could not be gone back to: {spike.reason}",
             step=spike.step,
         )
