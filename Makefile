@@ -39,11 +39,12 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# pytest's closing line of each run tells how many tests passed, failed and were skipped.
+# At most four ranks run at once. pytest's closing line of each run tells how many tests passed, failed and were skipped.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(SERVED_TESTS)
-	$(BIN)/python -m pytest -q --durations=10 $(RANK_TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m few_ranks $(RANK_TESTS)
+	$(BIN)/python -m pytest -q --durations=10 -m 'not few_ranks' $(RANK_TESTS)
 
 # Hostile input, for minutes; `make test` replays the corpus and fuzzes for seconds.
 fuzz: $(INSTALLED)

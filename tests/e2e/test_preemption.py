@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_ckpt import CheckpointManager, SaveOptions, SavePolicy, TrainState
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import Fault, FaultPlan, FaultStore, run_ranks
+
+pytestmark = pytest.mark.few_ranks
 
 NUM_RANKS, NUM_LIVES, GRACE_S = 2, 10, 10.0
 PHASES = ("before backward", "before the update", "before the look", "in a save", "after a save")

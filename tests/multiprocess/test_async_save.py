@@ -25,6 +25,8 @@ from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
 
+pytestmark = pytest.mark.few_ranks
+
 
 class Job:
     """FSDP2 with batch statistics, an EMA of the user's own, and python objects that change in place."""

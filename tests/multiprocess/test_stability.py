@@ -30,6 +30,8 @@ from fsdp_ckpt.commit.rollback import read_history
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
 
+pytestmark = pytest.mark.few_ranks
+
 NUM_SAMPLES, BATCH, NUM_RANKS, PEAK_LR = 400, 4, 2, 0.01
 GLOBAL_BATCH = BATCH * NUM_RANKS
 FIRST, STOP = 23, 32  # steps whose data spoils the loss of rank 1

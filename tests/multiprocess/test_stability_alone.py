@@ -34,6 +34,8 @@ from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import Fault, FaultPlan, FaultStore
 from tests.bits import live_bits
 
+pytestmark = pytest.mark.few_ranks
+
 BATCH, NUM_SAMPLES = 2, 120
 NAN = float("nan")
 EAGER = SpikePolicy(warmup=4, window=8, patience=1, healthy_steps=2, max_rollbacks=5)
