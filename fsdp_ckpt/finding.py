@@ -149,7 +149,7 @@ class CheckpointFinder:
                 self._recover(step)
             checkpoint = Checkpoint.open(store)
         except NotFoundError as e:
-            found = find_checkpoints(self._root)
+            found = find_checkpoints(self._root, self._branch.history)
             there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]
             shown = ", ".join(there[:5]) or "none"
             raise NotFoundError(

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, TypeAlias
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.locate import locate_checkpoint
-from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError
+from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError, NotFoundError
 from fsdp_ckpt.manifest.strict_json import parse_json
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.storage.store import Store
 
 __all__ = [
     "Commands",
     "add_checkpoint",
     "add_json",
+    "add_root",
+    "add_threads",
+    "no_checkpoint",
     "open_named",
     "parse_dtype",
     "parse_rename",
@@ -59,6 +63,23 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="take this step's checkpoint under the root CHECKPOINT",
+    )
+
+
+def add_root(parser: argparse.ArgumentParser) -> None:
+    """Add ``ROOT``, a run's."""
+    parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Add ``--threads``."""
+    parser.add_argument("--threads", type=positive, metavar="N", help="reads or writes in flight")
+
+
+def no_checkpoint(root: Store) -> NotFoundError:
+    """Return the error for a root that holds no checkpoint, and nothing that was to become one."""
+    return NotFoundError(
+        f"{root.url}: no checkpoint here; name a run's root, which holds step-... folders"
     )
 
 

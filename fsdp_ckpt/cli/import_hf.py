@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from fsdp_ckpt.cli.arguments import add_json, positive
+from fsdp_ckpt.cli.arguments import add_json, add_threads, positive
 from fsdp_ckpt.cli.text import bytes_text, print_json
 from fsdp_ckpt.hf.importer import import_model
 
@@ -33,7 +33,7 @@ def add_parser(commands: Commands) -> None:
         metavar="N",
         help="shard files to write: with as many as ranks, each rank reads one from start to end (1)",
     )
-    parser.add_argument("--threads", type=positive, metavar="N", help="reads or writes in flight")
+    add_threads(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -7,10 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fsdp_ckpt.cli.arguments import add_json
+from fsdp_ckpt.cli.arguments import add_json, add_root, no_checkpoint
 from fsdp_ckpt.cli.text import age_text, bytes_text, print_json, print_table
 from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, find_checkpoints
-from fsdp_ckpt.errors import NotFoundError
 from fsdp_ckpt.storage.open import open_store
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def add_parser(commands: Commands) -> None:
         "on a branch that the run left. Exit code 0: there is a whole one, and none is damaged. Compares "
         "file sizes; verify reads all.",
     )
-    parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+    add_root(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -40,9 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     whole = [f for f in found if isinstance(f, CheckpointInfo)]
     skipped = [f for f in found if isinstance(f, SkippedCheckpoint)]
     if not found:
-        raise NotFoundError(
-            f"{store.url}: no checkpoint here; name a run's root, which holds step-... folders"
-        )
+        raise no_checkpoint(store)
     if arguments.json:
         print_json(
             {

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from fsdp_ckpt.cli.arguments import add_json
+from fsdp_ckpt.cli.arguments import add_json, add_root
 from fsdp_ckpt.cli.text import print_json
-from fsdp_ckpt.commit.catalog import step_folder
-from fsdp_ckpt.commit.marks import pin, read_marks, remove_mark
-from fsdp_ckpt.commit.publish import read_manifest
+from fsdp_ckpt.commit.marks import pin, unpin
 from fsdp_ckpt.storage.open import open_store
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ def add_parser(commands: Commands) -> None:
         description="Keep the checkpoint of a step whatever a job or prune would delete, until it is "
         "unpinned.",
     )
-    parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+    add_root(parser)
     parser.add_argument("step", type=int, metavar="STEP", help="of the checkpoint")
     parser.add_argument("--unpin", action="store_true", help="let it go again")
     parser.add_argument("--note", default="", metavar="TEXT", help="why, for whoever comes later")
@@ -37,13 +35,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Pin or unpin; return the exit code."""
     root, step = open_store(arguments.root), arguments.step
-    if arguments.unpin:
-        store = root.child(step_folder(step))
-        attempt = read_manifest(store).attempt
-        has_changed = "pinned" in read_marks(store, attempt).kinds
-        remove_mark(root, step, attempt, "pinned")
-    else:
-        has_changed = pin(root, step, arguments.note)
+    has_changed = unpin(root, step) if arguments.unpin else pin(root, step, arguments.note)
     if arguments.json:
         print_json(
             {

@@ -6,12 +6,11 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from fsdp_ckpt.cli.arguments import add_json, positive
+from fsdp_ckpt.cli.arguments import add_json, add_root, no_checkpoint, positive
 from fsdp_ckpt.cli.durations import parse_duration
 from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
 from fsdp_ckpt.commit.prune import prune
 from fsdp_ckpt.commit.retention import PrunePlan, RetentionPolicy
-from fsdp_ckpt.errors import NotFoundError
 from fsdp_ckpt.storage.open import open_store
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def add_parser(commands: Commands) -> None:
         "the run has left behind by going back. The newest good checkpoint, pinned ones and damaged ones "
         "stay. A job may go on meanwhile.",
     )
-    parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+    add_root(parser)
     parser.add_argument(
         "--last", type=positive, required=True, metavar="N", help="keep the newest N good ones"
     )
@@ -70,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     root = open_store(arguments.root)
     plan = prune(root, policy, dry_run=arguments.dry_run)
     if not (plan.keep or plan.delete or plan.left_alone):
-        raise NotFoundError(
-            f"{root.url}: no checkpoint here; name a run's root, which holds step-... folders"
-        )
+        raise no_checkpoint(root)
     if arguments.json:
         print_json({"root": root.url, "dry_run": arguments.dry_run, **dataclasses.asdict(plan)})
     else:

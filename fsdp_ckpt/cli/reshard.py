@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from fsdp_ckpt.cli.arguments import add_checkpoint, add_json, positive, warn_of_skipped
+from fsdp_ckpt.cli.arguments import add_checkpoint, add_json, add_threads, positive, warn_of_skipped
 from fsdp_ckpt.cli.text import bytes_text, print_json
 from fsdp_ckpt.hf.reshard import reshard
 
@@ -37,7 +37,7 @@ def add_parser(commands: Commands) -> None:
         metavar="NAME",
         help="leave out names like this pattern, or a part such as data; may be given again",
     )
-    parser.add_argument("--threads", type=positive, metavar="N", help="reads or writes in flight")
+    add_threads(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 

@@ -26,8 +26,7 @@ from fsdp_ckpt.commit.source_images import (
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
-from fsdp_ckpt.plan.box import Box, byte_span, overlap
-from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.box import Box, overlap
 from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, coalesce_ranges
 from fsdp_ckpt.storage.shard_io import digest, plan_reads, run_all
 from fsdp_ckpt.storage.store import Store
@@ -128,7 +127,7 @@ class Checkpoint:
             raise self.damaged(rank, f"a header of {file.data_offset} bytes")
         # Not touched beyond what the file really has.
         region = memoryview(reserve(file.data_offset))
-        with self._reading(rank):
+        with self.reading(rank):
             self.store.read_into(file.name, 0, region)
         if digest(region) != file.digest:
             raise self.damaged(rank, "the header's digest does not match")
@@ -159,7 +158,7 @@ class Checkpoint:
         )
 
     @contextmanager
-    def _reading(self, rank: int) -> Iterator[None]:
+    def reading(self, rank: int) -> Iterator[None]:
         """Map what can go wrong with a rank's file; say step, rank, file and tensors."""
         file = self.manifest.files[rank]
         try:
@@ -277,13 +276,11 @@ class Checkpoint:
         """Return, for each rank's file, what is wanted and from where to where it reaches."""
         spans: dict[int, Span] = {}
         for piece in pieces:
-            entry = piece.entry
             if piece.rank == INLINE:
                 continue
             if piece.rank not in spans:
                 spans[piece.rank] = Span(self.header(piece.rank).layout.data_bytes)
-            start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
-            spans[piece.rank].add(entry.byte_offset + start, entry.byte_offset + stop, entry)
+            spans[piece.rank].add(*piece.byte_range, piece.entry)
         return spans
 
     def _reads(
@@ -308,7 +305,7 @@ class Checkpoint:
         )
 
         def guarded(call: Callable[[], None]) -> None:
-            with self._reading(rank):
+            with self.reading(rank):
                 call()
 
         return [partial(guarded, call) for call in calls]

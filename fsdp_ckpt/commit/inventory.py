@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fsdp_ckpt.commit.branches import BranchHistory
@@ -75,6 +75,7 @@ class Inventory:
         checkpoints: Newest first.
         abandoned: Checkpoints of branches that the run has left.
         pinned: Attempts of those of them that are pinned.
+        half_deleted: Attempts of checkpoints, of whichever branch, whose deletion was begun.
         loose: Attempts without a manifest.
         left_alone: Damaged checkpoints, and those of a newer format.
     """
@@ -83,6 +84,7 @@ class Inventory:
     checkpoints: tuple[HeldCheckpoint, ...] = ()
     abandoned: tuple[SkippedCheckpoint, ...] = ()
     pinned: frozenset[str] = frozenset()
+    half_deleted: frozenset[str] = frozenset()
     loose: tuple[LooseAttempt, ...] = ()
     left_alone: tuple[SkippedCheckpoint, ...] = ()
 
@@ -115,27 +117,34 @@ def take_inventory(root: Store, *, with_metrics: bool = False) -> Inventory:
     held: list[HeldCheckpoint] = []
     abandoned: list[SkippedCheckpoint] = []
     pinned: set[str] = set()
+    half_deleted: set[str] = set()
     loose: list[LooseAttempt] = []
     left_alone: list[SkippedCheckpoint] = []
     for found in find_checkpoints(root, history):
-        store = root.child(step_folder(found.step))
-        if isinstance(found, CheckpointInfo):
-            marks = read_marks(store, found.attempt, with_metrics=with_metrics)
-            held.append(HeldCheckpoint(info=found, marks=marks))
-        elif found.abandoned and found.attempt is not None:
-            abandoned.append(found)
-            if "pinned" in read_marks(store, found.attempt).kinds:
-                pinned.add(found.attempt)
-        elif not found.torn:
+        if isinstance(found, SkippedCheckpoint) and not (found.abandoned or found.torn):
             # Whose files are whose is not known for certain.
             left_alone.append(found)
             continue
-        loose.extend(_loose_attempts(store, found, history, fences))
+        store = root.child(step_folder(found.step))
+        names = store.list_files()
+        if found.attempt is not None:  # a checkpoint, of whichever branch
+            scored = with_metrics and isinstance(found, CheckpointInfo)
+            marks = read_marks(store, found.attempt, names=names, with_metrics=scored)
+            if isinstance(found, CheckpointInfo):
+                held.append(HeldCheckpoint(info=found, marks=marks))
+            else:
+                abandoned.append(found)
+                if "pinned" in marks.kinds:
+                    pinned.add(found.attempt)
+            if "pruned" in marks.kinds:
+                half_deleted.add(found.attempt)
+        loose.extend(_loose_attempts(store, names, found, history, fences))
     return Inventory(
         history=history,
         checkpoints=tuple(held),
         abandoned=tuple(abandoned),
         pinned=frozenset(pinned),
+        half_deleted=frozenset(half_deleted),
         loose=tuple(loose),
         left_alone=tuple(left_alone),
     )
@@ -143,12 +152,13 @@ def take_inventory(root: Store, *, with_metrics: bool = False) -> Inventory:
 
 def _loose_attempts(
     store: Store,
+    names: Iterable[str],
     found: CheckpointInfo | SkippedCheckpoint,
     history: BranchHistory,
     fences: Fences,
 ) -> Iterator[LooseAttempt]:
     """Yield the attempts of a step's folder that are not its checkpoint's."""
-    marks = (mark_of(name) for name in store.list_files())
+    marks = (mark_of(name) for name in names)
     pruned = {mark[1] for mark in marks if mark is not None and mark[0] == "pruned"}
     # Of a deletion that died near its end only the mark is left.
     for attempt in sorted(pruned.union(store.list_folders())):

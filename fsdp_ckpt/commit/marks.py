@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -34,6 +34,7 @@ __all__ = [
     "pin",
     "read_marks",
     "remove_mark",
+    "unpin",
 ]
 
 MarkKind: TypeAlias = Literal["good", "pinned", "scored", "corrupt", "pruned"]
@@ -117,12 +118,19 @@ def remove_mark(root: Store, step: int, attempt: str, kind: MarkKind) -> None:
     root.child(step_folder(step)).delete(mark_key(kind, attempt))
 
 
-def read_marks(store: Store, attempt: str, *, with_metrics: bool = False) -> Marks:
+def read_marks(
+    store: Store,
+    attempt: str,
+    *,
+    names: Iterable[str] | None = None,
+    with_metrics: bool = False,
+) -> Marks:
     """Return the marks of one checkpoint.
 
     Args:
         store: Its folder.
         attempt: Of the checkpoint; marks of others are passed over.
+        names: Of the folder's files, where they were listed already.
         with_metrics: Read the scores too; otherwise names are enough.
 
     Raises:
@@ -130,7 +138,7 @@ def read_marks(store: Store, attempt: str, *, with_metrics: bool = False) -> Mar
         UnsupportedFormatError: Its scores are of a newer version.
         StorageError: The folder cannot be read now.
     """
-    found = (mark_of(name) for name in store.list_files())
+    found = (mark_of(name) for name in (store.list_files() if names is None else names))
     kinds = frozenset(mark[0] for mark in found if mark and mark[1] == attempt)
     metrics = _read_metrics(store, attempt) if with_metrics and "scored" in kinds else {}
     return Marks(kinds=kinds, metrics=metrics)
@@ -159,6 +167,24 @@ def pin(root: Store, step: int, note: str = "") -> bool:
             attempt=attempt,
         )
     return is_new
+
+
+def unpin(root: Store, step: int) -> bool:
+    """Keep the checkpoint of a step no longer than the policy says.
+
+    Returns:
+        Whether it was pinned.
+
+    Raises:
+        NotFoundError: No checkpoint of this step.
+        CorruptCheckpointError: Its manifest is damaged.
+        StorageError: The store cannot be read or written now.
+    """
+    store = root.child(step_folder(step))
+    attempt = read_manifest(store).attempt
+    was_pinned = "pinned" in read_marks(store, attempt).kinds
+    remove_mark(root, step, attempt, "pinned")
+    return was_pinned
 
 
 def _read_metrics(store: Store, attempt: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import partial
 
 from fsdp_ckpt.commit.catalog import step_folder
@@ -70,7 +70,7 @@ def prune(
     )
     if not dry_run:
         delete_doomed(root, plan.delete)
-        _forget_old_intent(root, plan)
+        _forget_old_intent(root, plan, inventory.half_deleted)
     return plan
 
 
@@ -152,9 +152,8 @@ def _holds_files(store: Store) -> bool:
     return bool(store.list_files())
 
 
-def _forget_old_intent(root: Store, plan: PrunePlan) -> None:
+def _forget_old_intent(root: Store, plan: PrunePlan, half_deleted: Container[str]) -> None:
     """Take the mark of a deletion that never came to the manifest from what is to stay."""
     for kept in plan.keep:
-        store = root.child(step_folder(kept.step))
-        if "pruned" in read_marks(store, kept.attempt).kinds:
-            store.delete(mark_key("pruned", kept.attempt))
+        if kept.attempt in half_deleted:
+            root.child(step_folder(kept.step)).delete(mark_key("pruned", kept.attempt))

@@ -11,6 +11,7 @@ import datetime
 import os
 import threading
 import uuid
+from collections.abc import Callable
 
 from fsdp_ckpt.errors import (
     AlreadyCommittedError,
@@ -122,19 +123,48 @@ def publish_manifest(store: Store, manifest: Manifest) -> None:
         AlreadyCommittedError: Another attempt was published first.
         StorageError: It could not be written, and is not there.
     """
-    content = manifest.to_bytes()
+    taken = create_or_find(
+        store,
+        MANIFEST_KEY,
+        manifest.to_bytes(),
+        manifest.attempt,
+        lambda: read_manifest(store).attempt,
+    )
+    if taken is not None:
+        raise _already_committed(store, manifest.step) from taken
+
+
+def create_or_find(
+    store: Store, key: str, content: bytes, own_id: str, read_id: Callable[[], str]
+) -> Exception | None:
+    """Create an object; a lost answer is resolved by reading back: the id tells whose it is.
+
+    Args:
+        store: Where to.
+        key: Of the object.
+        content: Of the object; has an id.
+        own_id: That id, unique.
+        read_id: Reads the id of what is there.
+
+    Returns:
+        ``None`` where ours is there; where another one is, the store's error.
+
+    Raises:
+        StorageError: It could not be written, and nothing that can be read is there.
+    """
     try:
-        store.create(MANIFEST_KEY, content)
+        store.create(key, content)
     except (AlreadyCommittedError, StorageError) as error:
         try:
-            found: str | None = read_manifest(store).attempt
+            found: str | None = read_id()
         except CheckpointError:
             found = None
-        if found == manifest.attempt:
-            return
+        if found == own_id:
+            return None
         if found is None and isinstance(error, StorageError):
             raise
-        raise _already_committed(store, manifest.step) from error
+        return error
+    return None
 
 
 def _already_committed(store: Store, step: int | None) -> AlreadyCommittedError:

@@ -15,13 +15,11 @@ from typing import Any
 
 from fsdp_ckpt.commit.branches import BranchHistory, DataWindow, Rollback
 from fsdp_ckpt.commit.fence import pass_fence
-from fsdp_ckpt.commit.publish import new_attempt
+from fsdp_ckpt.commit.publish import create_or_find, new_attempt
 from fsdp_ckpt.commit.records import read_record, record_to_bytes
 from fsdp_ckpt.errors import (
     AlreadyCommittedError,
-    CheckpointError,
     CorruptCheckpointError,
-    StorageError,
 )
 from fsdp_ckpt.manifest.fields import count, text
 from fsdp_ckpt.storage.store import Store
@@ -130,23 +128,16 @@ def history_from_json(encoded: Sequence[dict[str, Any]]) -> BranchHistory:
 
 
 def _create(root: Store, rollback: Rollback, content: bytes) -> None:
-    """Write the record; a lost answer is resolved by reading back: the id tells whose it is."""
+    """Write the record, unless there is one of that number."""
     key = rollback_key(rollback.generation)
-    try:
-        root.create(key, content)
-    except (AlreadyCommittedError, StorageError) as error:
-        try:
-            found: str | None = _read_rollback(root, rollback.generation).id
-        except CheckpointError:
-            found = None
-        if found == rollback.id:
-            return
-        if found is None and isinstance(error, StorageError):
-            raise
+    taken = create_or_find(
+        root, key, content, rollback.id, lambda: _read_rollback(root, rollback.generation).id
+    )
+    if taken is not None:
         raise AlreadyCommittedError(
             f"{root.url}/{key}: another rollback is recorded there; restart from what it says",
             key=key,
-        ) from error
+        ) from taken
 
 
 def _to_json(rollback: Rollback) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_ckpt.errors import StorageError
-from fsdp_ckpt.plan.box import Box, relative_slices
+from fsdp_ckpt.plan.box import Box, byte_span, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.plan.image import Entry, whole_blocks
 
@@ -34,6 +34,13 @@ class Piece:
     rank: int
     entry: Entry
     region: Box
+
+    @property
+    def byte_range(self) -> tuple[int, int]:
+        """The bytes of the file's data from the piece's first to its last, half-open."""
+        entry = self.entry
+        start, stop = byte_span(self.region, entry.box, itemsize(entry.dtype))
+        return entry.byte_offset + start, entry.byte_offset + stop
 
 
 class SourceImages:

@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from fsdp_ckpt.commit.checkpoint import Piece
 from fsdp_ckpt.commit.source_images import INLINE
 from fsdp_ckpt.dcp.live import torch_dtype
-from fsdp_ckpt.plan.box import byte_span
-from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.snapshot.exchange import Move, extent_of, overlapping
 
 __all__ = ["by_rank", "plan_moves"]
@@ -24,7 +22,7 @@ __all__ = ["by_rank", "plan_moves"]
 
 def plan_moves(pieces: Sequence[tuple[ReadItem, Piece]], planner: LoadPlanner) -> dict[int, Move]:
     """Return the moves of those pieces that can be swapped, by their place in ``pieces``."""
-    spans, targets = [_span(piece) for _, piece in pieces], []
+    spans, targets = [piece.byte_range for _, piece in pieces], []
     for item, _ in pieces:
         is_tensor = item.type == LoadItemType.TENSOR
         targets.append(planner.resolve_tensor(item).detach() if is_tensor else None)
@@ -50,15 +48,8 @@ def by_rank(
     return dict(found)
 
 
-def _span(piece: Piece) -> tuple[int, int]:
-    """Return the bytes of the file's data from a piece's first to its last."""
-    entry = piece.entry
-    start, stop = byte_span(piece.region, entry.box, itemsize(entry.dtype))
-    return entry.byte_offset + start, entry.byte_offset + stop
-
-
 def _is_one_run(piece: Piece, target: torch.Tensor) -> bool:
-    start, stop = _span(piece)
+    start, stop = piece.byte_range
     return (
         piece.rank != INLINE
         and target.device.type == "cpu"

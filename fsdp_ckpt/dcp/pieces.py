@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece, SourceImages
 from fsdp_ckpt.dcp.live import torch_dtype
 from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError
+from fsdp_ckpt.manifest.shard import ShardHeader
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.box import Box
@@ -49,20 +50,23 @@ class PieceFinder:
     @cached_property
     def own_values(self) -> dict[str, Json]:
         """Name → typed JSON of what this rank saved for itself."""
-        manifest = self.checkpoint.manifest
-        if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
-            return {}
-        values = {path_name(p): v for p, v in self.checkpoint.header(self._rank).values.items()}
+        header = self._own_header
+        values = {} if header is None else {path_name(p): v for p, v in header.values.items()}
         return {name: value for name, value in values.items() if self.has_own(name)}
 
     @cached_property
     def own_tensors(self) -> frozenset[str]:
         """Names of the tensors that this rank saved for itself."""
+        own = frozenset() if self._own_header is None else self._own_header.own
+        return frozenset(name for name in own if self.has_own(name))
+
+    @property
+    def _own_header(self) -> ShardHeader | None:
+        """The header of the file that this rank wrote; ``None`` where ranks have nothing of their own."""
         manifest = self.checkpoint.manifest
         if not (manifest.own_paths or manifest.varying) or self._rank >= manifest.world_size:
-            return frozenset()
-        own = self.checkpoint.header(self._rank).own
-        return frozenset(name for name in own if self.has_own(name))
+            return None
+        return self.checkpoint.header(self._rank)
 
     @cached_property
     def _varying(self) -> frozenset[str]:

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsspec.core import split_protocol
-
 from fsdp_ckpt.commit.locate import locate_checkpoint
 from fsdp_ckpt.errors import CheckpointError, RankFailureError, StorageError
 from fsdp_ckpt.hf.copying import CopyOptions, copy_files
@@ -27,7 +25,6 @@ from fsdp_ckpt.hf.report import ConsolidateReport, Meter, Progress, make_report
 from fsdp_ckpt.hf.selection import Selection
 from fsdp_ckpt.hf.source import check_headers
 from fsdp_ckpt.storage.open import open_store
-from fsdp_ckpt.storage.store import Store
 
 __all__ = ["ConsolidateReport", "Request", "consolidate", "ending", "prepare"]
 
@@ -146,11 +143,11 @@ def prepare(
 ) -> Prepared:
     """Look at both sides of a run and plan it; changes nothing. Errors as of :func:`consolidate`."""
     options = request.storage_options
-    checkpoint, skipped = locate_checkpoint(_open(checkpoint_url, options), request.step)
+    checkpoint, skipped = locate_checkpoint(open_store(checkpoint_url, **options), request.step)
     plan = make_plan(checkpoint, request.selection, request.max_shard_bytes)
     from_url = request.config_from
-    companions = {} if from_url is None else read_companions(_open(from_url, options))
-    store = _open(out_url, options)
+    companions = {} if from_url is None else read_companions(open_store(from_url, **options))
+    store = open_store(out_url, **options)
     checkpoint.check_files()
     output = open_output(
         store,
@@ -162,12 +159,6 @@ def prepare(
     )
     report = make_report(plan, store.url, companions, skipped)
     return Prepared(plan=plan, output=output, report=report)
-
-
-def _open(url: str | os.PathLike[str], options: Mapping[str, Any]) -> Store:
-    """Open a store; options are for the remote side of a run, whose other side may well be local."""
-    is_local = not isinstance(url, str) or split_protocol(url)[0] in (None, "file", "local")
-    return open_store(url) if is_local else open_store(url, **options)
 
 
 @contextmanager

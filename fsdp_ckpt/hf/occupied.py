@@ -8,7 +8,7 @@ from collections.abc import Collection
 from fsdp_ckpt.errors import AlreadyCommittedError
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["PARTIAL", "leftovers_in", "refuse_occupied", "remove_weights"]
+__all__ = ["PARTIAL", "index_name", "leftovers_in", "refuse_occupied", "remove_weights"]
 
 # Hidden from every reader of models.
 PARTIAL = ".fsdp-ckpt-partial-"
@@ -43,6 +43,11 @@ def refuse_occupied(store: Store, *, allows_leftovers: bool) -> None:
         )
 
 
+def index_name(stem: str) -> str:
+    """Return the name of the index of files whose names begin with ``stem``."""
+    return f"{stem}.safetensors.index.json"
+
+
 def remove_weights(store: Store, stem: str, but: Collection[str] = ()) -> None:
     """Remove an older run's files, the index first: without it no one takes the others for a model.
 
@@ -51,7 +56,7 @@ def remove_weights(store: Store, stem: str, but: Collection[str] = ()) -> None:
         stem: With which their names begin.
         but: Names that stay.
     """
-    index = f"{stem}.safetensors.index.json"
+    index = index_name(stem)
     weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors", re.ASCII)
     there = store.list_files()
     if index in there:

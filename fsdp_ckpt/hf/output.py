@@ -28,7 +28,13 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from fsdp_ckpt.errors import CheckpointError, NotFoundError
-from fsdp_ckpt.hf.occupied import PARTIAL, leftovers_in, refuse_occupied, remove_weights
+from fsdp_ckpt.hf.occupied import (
+    PARTIAL,
+    index_name,
+    leftovers_in,
+    refuse_occupied,
+    remove_weights,
+)
 from fsdp_ckpt.storage.durable import fsync_dir
 from fsdp_ckpt.storage.local import LocalStore, mapped_os_errors
 from fsdp_ckpt.storage.store import ObjectWriter, Store
@@ -151,11 +157,7 @@ class _LocalFolder:
         for name in there:
             if sizes.get(name) != there[name]:
                 self._partial.delete(name)
-        return frozenset(self._whole())
-
-    def _whole(self) -> list[str]:
-        there = self._partial.list_files()
-        return [name for name, num_bytes in self._sizes.items() if there.get(name) == num_bytes]
+        return frozenset(_whole_in(self._partial, self._sizes))
 
     def write(self, name: str, num_bytes: int) -> ObjectWriter:
         path = os.path.join(self._partial.url, name)
@@ -168,14 +170,14 @@ class _LocalFolder:
             self._partial.create(name, content)
         names = list(self._sizes)
         if index is not None:
-            self._partial.create(f"{self._stem}.safetensors.index.json", index)
+            self._partial.create(index_name(self._stem), index)
         remove_weights(self._store, self._stem)
         with mapped_os_errors(self._store.url):
             # The older index is gone for good before a file that it names changes.
             fsync_dir(self._store.url)
             self._rename([*self._companions, *names])
             if index is not None:
-                self._rename([f"{self._stem}.safetensors.index.json"])
+                self._rename([index_name(self._stem)])
             os.rmdir(self._partial.url)
 
     def _rename(self, names: Sequence[str]) -> None:
@@ -185,7 +187,7 @@ class _LocalFolder:
         fsync_dir(self._store.url)
 
     def keep(self) -> Sequence[str]:
-        whole = self._whole()
+        whole = _whole_in(self._partial, self._sizes)
         if not whole:
             self.discard()
         return whole
@@ -228,7 +230,7 @@ class _ObjectFolder:
 
     def begin(self, sizes: Mapping[str, int]) -> frozenset[str]:
         self._sizes = sizes
-        whole = self._whole() if self._resumed else []
+        whole = _whole_in(self._store, self._sizes) if self._resumed else []
         remove_weights(self._store, self._stem, but=whole)
         for name in leftovers_in(self._store):
             if name != self.token or not self._resumed:
@@ -237,10 +239,6 @@ class _ObjectFolder:
             self._store.create(self.token, b"")
         self._put_companions()
         return frozenset(whole)
-
-    def _whole(self) -> list[str]:
-        there = self._store.list_files()
-        return [name for name, num_bytes in self._sizes.items() if there.get(name) == num_bytes]
 
     def _put_companions(self) -> None:
         there = self._store.list_files()
@@ -256,11 +254,11 @@ class _ObjectFolder:
 
     def publish(self, index: bytes | None) -> None:
         if index is not None:
-            self._store.create(f"{self._stem}.safetensors.index.json", index)
+            self._store.create(index_name(self._stem), index)
         self._store.delete(self.token)
 
     def keep(self) -> Sequence[str]:
-        whole = self._whole()
+        whole = _whole_in(self._store, self._sizes)
         if not whole:
             self.discard()
         return whole
@@ -272,6 +270,12 @@ class _ObjectFolder:
         for name in (*self._companions, self.token):
             with suppress(CheckpointError):
                 self._store.delete(name)
+
+
+def _whole_in(store: Store, sizes: Mapping[str, int]) -> list[str]:
+    """Return which of a run's files stand there in full."""
+    there = store.list_files()
+    return [name for name, num_bytes in sizes.items() if there.get(name) == num_bytes]
 
 
 def read_companions(store: Store) -> dict[str, bytes]:

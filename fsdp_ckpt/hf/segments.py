@@ -20,11 +20,10 @@ from dataclasses import dataclass
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.holdings import list_names, names_between
-from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.storage.shard_io import plan_reads
 
-__all__ = ["SegmentKey", "SourceSegments", "naming_damage"]
+__all__ = ["SegmentKey", "SourceSegments"]
 
 SegmentKey = tuple[int, int]  # rank whose file, number of the segment
 
@@ -138,7 +137,7 @@ class SourceSegments:
             explain=lambda first, last: list_names(names_between(header, first, last)),
             origin=start,
         )
-        with naming_damage(self._checkpoint, rank):
+        with self._checkpoint.reading(rank):
             for call in calls:
                 call()
 
@@ -152,16 +151,3 @@ class SourceSegments:
                     del self._slots[key]
                     self._free.append(slot.buffer)
             self._changed.notify_all()
-
-
-@contextmanager
-def naming_damage(checkpoint: Checkpoint, rank: int) -> Iterator[None]:
-    """Map what can go wrong with a rank's file to an error that says step, rank, file and tensors."""
-    try:
-        yield
-    except CorruptCheckpointError as e:
-        raise checkpoint.damaged(rank, str(e)) from e
-    except (NotFoundError, StorageError):
-        # A missing or short file is damage; a store that cannot be reached now is not.
-        checkpoint.check_files()
-        raise
