@@ -165,7 +165,7 @@ class Stager:
             if not isinstance(e, Exception):
                 raise
             return _failed(e)
-        pending.future.add_done_callback(lambda _: place.end(1, release))
+        write = _followed(pending.future, lambda: place.end(1, release))
 
         first_written = int(image.num_bytes * FIRST_WRITTEN[mode])
 
@@ -184,8 +184,8 @@ class Stager:
             finally:
                 if is_last:
                     forget()
-                    staged.set()
                     place.end(1, release)
+                    staged.set()
 
         self._staged = staged
         if mode == "lazy":
@@ -194,7 +194,7 @@ class Stager:
             self._copier.submit(copy, is_late)
         else:
             copy(None)
-        return Snapshot(pending.future, lambda digest: image.receipt(digest).to_json(), staged)
+        return Snapshot(write, lambda digest: image.receipt(digest).to_json(), staged)
 
     def _hold_steps(self) -> None:
         """Make every optimizer's ``step`` wait for the copy; the user need not."""
@@ -211,6 +211,22 @@ class Stager:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+def _followed(write: Future[str], then: Callable[[], None]) -> Future[str]:
+    """Return a future that comes to the same end, after ``then``: who waits for it finds the image free."""
+    followed: Future[str] = Future()
+
+    def follow(ended: Future[str]) -> None:
+        then()
+        error = ended.exception()
+        if error is None:
+            followed.set_result(ended.result())
+        else:
+            followed.set_exception(error)
+
+    write.add_done_callback(follow)
+    return followed
 
 
 def _failed(error: Exception) -> Snapshot:

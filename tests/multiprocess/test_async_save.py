@@ -287,8 +287,9 @@ def test_thirty_saves_back_to_back_are_thirty_checkpoints(tmp_path: Path) -> Non
 
 
 def busy(root: str) -> dict[str, Any]:
-    """Only rank 1 has its image in use."""
+    """Only rank 1 has no image to spare: however fast rank 0 writes, it has a second one."""
     release = threading.Event()
+    max_in_flight = 2 - dist.get_rank()
     if dist.get_rank() == 1:
         real = LocalStore.write
 
@@ -297,7 +298,7 @@ def busy(root: str) -> dict[str, Any]:
             return real(self, key, num_bytes)
 
         LocalStore.write = write  # type: ignore[method-assign]
-    job = Job(root, mode="async", writer="thread", on_busy="error")
+    job = Job(root, mode="async", writer="thread", on_busy="error", max_in_flight=max_in_flight)
     job.step()
     handle = job.manager.save()
     job.step()
