@@ -29,6 +29,7 @@ class RestoreReport:
         skipped: Newer checkpoints that were passed over, with the reason.
         run: What the run knew of itself when it saved, besides its state: how long it had been training, what
             its losses had been like; where policies watched it.
+        num_bytes_from_memory: What this rank had still in host memory, and did not read.
     """
 
     step: int | None
@@ -42,6 +43,7 @@ class RestoreReport:
     cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     skipped: tuple[SkippedCheckpoint, ...] = ()
     run: Mapping[str, Any] = field(default_factory=dict)
+    num_bytes_from_memory: int = 0
 
     @property
     def is_fresh(self) -> bool:

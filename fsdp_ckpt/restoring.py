@@ -73,8 +73,21 @@ class Restorer:
         self._num_threads = num_threads
         self.history = BranchHistory()  # as of the last restore, on every rank
 
-    def restore(self, state: TrainState, step: int | None, allowed: Allowed) -> RestoreReport:
+    def restore(
+        self,
+        state: TrainState,
+        step: int | None,
+        allowed: Allowed,
+        *,
+        from_memory: bool = False,
+    ) -> RestoreReport:
         """Bring the live state back; called by every rank.
+
+        Args:
+            state: What is restored.
+            step: The checkpoint; ``None`` for the newest that is whole.
+            allowed: What may be passed over.
+            from_memory: Take what a save of this process has left in host memory from there.
 
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.restore`.
@@ -91,7 +104,10 @@ class Restorer:
                 self._say(skipped, f"no checkpoint under {self._root.url}: starting fresh")
                 return RestoreReport(step=None, skipped=skipped)
             try:
-                report = _Restore(self, found["step"], found["attempt"], allowed).run(state)
+                restore = _Restore(
+                    self, found["step"], found["attempt"], allowed, from_memory=from_memory
+                )
+                report = restore.run(state)
             except CorruptCheckpointError as e:
                 if step is not None:
                     raise
@@ -104,7 +120,9 @@ class Restorer:
                     raise
                 continue
             self._branch.stands_on(found["step"], found["attempt"], is_newest=found["is_newest"])
-            self._say(skipped, f"restored step {report.step} from {self._root.url}")
+            held = report.num_bytes_from_memory
+            where = f"{held} bytes of it from host memory, the rest " if held else ""
+            self._say(skipped, f"restored step {report.step}, {where}from {self._root.url}")
             return dataclasses.replace(report, skipped=skipped)
 
     def _say(self, skipped: Iterable[SkippedCheckpoint], outcome: str) -> None:
@@ -117,9 +135,12 @@ class Restorer:
 class _Restore:
     """One try to restore one checkpoint."""
 
-    def __init__(self, restorer: Restorer, step: int, attempt: str, allowed: Allowed) -> None:
+    def __init__(
+        self, restorer: Restorer, step: int, attempt: str, allowed: Allowed, *, from_memory: bool
+    ) -> None:
         self._group = restorer._group
         self._step, self._attempt, self._allowed = step, attempt, allowed
+        self._from_memory = from_memory
         self._reader = ShardedStorageReader(
             restorer._root.child(step_folder(step)),
             num_threads=restorer._num_threads,
@@ -221,7 +242,9 @@ class _Restore:
             plan.resharded[name] = group.run(f"sharing out {name}", reshard)
 
     def _fetch(self, state: TrainState, plan: RestorePlan) -> Fetched:
-        fetched = self._reader.fetch(self._planner.create_local_plan(), self._planner)
+        fetched = self._reader.fetch(
+            self._planner.create_local_plan(), self._planner, from_memory=self._from_memory
+        )
         absent = frozenset(fetched.absent)
         for path in list(self._leaves):
             if not self._planner.is_loaded(path) or path_name(path) in absent:
@@ -244,4 +267,5 @@ class _Restore:
             unexpected=tuple(differences.unexpected),
             cast=dict(differences.cast),
             run=self._run,
+            num_bytes_from_memory=self._reader.num_bytes_at_hand,
         )

@@ -148,8 +148,13 @@ class Stager:
                 raise
             return _failed(e)
 
+        written: list[str] = []  # the name of the file, once it is durable
+
         def release() -> None:
-            self._pool.release(image.buffer)
+            self._pool.release(image.buffer, holds="".join(written))
+
+        def note_written() -> None:
+            written.append(image.name)
 
         is_apart = (
             self._options.writer == "process" and self._address is not None and mode != "sync"
@@ -165,7 +170,7 @@ class Stager:
             if not isinstance(e, Exception):
                 raise
             return _failed(e)
-        write = _followed(pending.future, lambda: place.end(1, release))
+        write = _followed(pending.future, note_written, lambda: place.end(1, release))
 
         first_written = int(image.num_bytes * FIRST_WRITTEN[mode])
 
@@ -213,15 +218,19 @@ class Stager:
             self._hook = None
 
 
-def _followed(write: Future[str], then: Callable[[], None]) -> Future[str]:
-    """Return a future that comes to the same end, after ``then``: who waits for it finds the image free."""
+def _followed(
+    write: Future[str], succeeded: Callable[[], None], ended: Callable[[], None]
+) -> Future[str]:
+    """Return a future that comes to the same end after these calls: who waits for it finds the image free."""
     followed: Future[str] = Future()
 
-    def follow(ended: Future[str]) -> None:
-        then()
-        error = ended.exception()
+    def follow(write: Future[str]) -> None:
+        error = write.exception()
         if error is None:
-            followed.set_result(ended.result())
+            succeeded()
+        ended()
+        if error is None:
+            followed.set_result(write.result())
         else:
             followed.set_exception(error)
 

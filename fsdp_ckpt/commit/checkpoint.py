@@ -244,6 +244,7 @@ class Checkpoint:
         num_threads: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         take: Callable[[int, int, memoryview], None] | None = None,
+        at_hand: Callable[[int], memoryview | None] = lambda rank: None,
     ) -> SourceImages:
         """Read all pieces, verified.
 
@@ -253,22 +254,28 @@ class Checkpoint:
             allocate: Number of bytes → page-aligned buffer, of which only what is read is touched.
             take: Called with each verified block, by the thread that read it: the rank whose file it is of,
                 its first byte in the file's data, and its bytes, which may be changed.
+            at_hand: Rank → memory that has the bytes of its file already, at least of the data.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
             StorageError: The store failed in a way that may pass.
         """
         spans = self._spans(pieces)
-        rooms = {rank: -(-(span.stop - span.start) // PAGE_BYTES) for rank, span in spans.items()}
-        memory = (allocate or allocate_sparsely)(sum(rooms.values()) * PAGE_BYTES)
         buffers = {INLINE: (0, memoryview(self._inline_image))}
         calls: list[Callable[[], None]] = []
+        for rank in list(spans):
+            if (file := at_hand(rank)) is not None:
+                data = file[self.manifest.files[rank].data_offset :]
+                buffers[rank] = 0, data
+                calls += self._reads(rank, spans.pop(rank), data, take, origin=0, is_filled=True)
+        rooms = {rank: -(-(span.stop - span.start) // PAGE_BYTES) for rank, span in spans.items()}
+        memory = (allocate or allocate_sparsely)(sum(rooms.values()) * PAGE_BYTES)
         position = 0
         for rank, span in spans.items():
             part = memory[position : position + span.stop - span.start]
             position += rooms[rank] * PAGE_BYTES
             buffers[rank] = span.start, part
-            calls += self._reads(rank, span, part, take)
+            calls += self._reads(rank, span, part, take, origin=span.start)
         run_all(calls, num_threads or THREADS_PER_READ * self.store.concurrency)
         return SourceImages(buffers)
 
@@ -289,6 +296,9 @@ class Checkpoint:
         span: Span,
         buffer: memoryview,
         take: Callable[[int, int, memoryview], None] | None,
+        *,
+        origin: int,
+        is_filled: bool = False,
     ) -> list[Callable[[], None]]:
         file, header = self.manifest.files[rank], self.header(rank)
         calls = plan_reads(
@@ -300,8 +310,9 @@ class Checkpoint:
             block_bytes=BLOCK_BYTES,
             digests=header.digests,
             explain=lambda start, stop: list_names(names_between(header, start, stop)),
-            origin=span.start,
+            origin=origin,
             take=None if take is None else partial(take, rank),
+            is_filled=is_filled,
         )
 
         def guarded(call: Callable[[], None]) -> None:

@@ -90,6 +90,7 @@ class ShardedStorageReader(StorageReader):
         self._num_threads = num_threads
         self._pool = pool
         self._buffers: list[HostBuffer] = []  # of the pool, in use
+        self.num_bytes_at_hand = 0
         self._exchange = Exchange({})
         self._rank = 0
         self._world_size = 1
@@ -176,13 +177,16 @@ class ShardedStorageReader(StorageReader):
 
     # --- the two halves of a load ---
 
-    def fetch(self, plan: LoadPlan, into: LoadPlanner | None = None) -> Fetched:
+    def fetch(
+        self, plan: LoadPlan, into: LoadPlanner | None = None, *, from_memory: bool = False
+    ) -> Fetched:
         """Read and verify everything the plan needs; nothing live changes.
 
         Args:
             plan: What to read.
             into: Swap what can be with the live tensors that it resolves, on the way; until
                 :meth:`deliver_tensors`, :meth:`undo` puts them back, and it must where this raises.
+            from_memory: Take files whose bytes the pool still has from there; verified, as all others.
 
         Raises:
             CorruptCheckpointError: Missing or damaged; names step, rank, file and tensors.
@@ -216,7 +220,11 @@ class ShardedStorageReader(StorageReader):
         moves = plan_moves(pieces, into) if into is not None else {}
         exchange = self._exchange = Exchange(by_rank(pieces, moves))
         images = checkpoint.read(
-            (piece for _, piece in pieces), self._num_threads, allocate, exchange.take
+            (piece for _, piece in pieces),
+            self._num_threads,
+            allocate,
+            exchange.take,
+            self._at_hand if from_memory else lambda rank: None,
         )
         return Fetched(pieces, values, empty, absent, images, frozenset(moves))
 
@@ -230,6 +238,16 @@ class ShardedStorageReader(StorageReader):
         buffer = self._pool.acquire(num_bytes)
         self._buffers.append(buffer)
         return memoryview(buffer.memory)
+
+    def _at_hand(self, rank: int) -> memoryview | None:
+        """Return the bytes of a file that a save of this process has left in host memory."""
+        file = self.checkpoint.manifest.files[rank]
+        held = self._pool.take_holding(file.name) if self._pool is not None else None
+        if held is None:
+            return None
+        self._buffers.append(held)
+        self.num_bytes_at_hand += file.num_bytes - file.data_offset
+        return memoryview(held.memory)[: file.num_bytes]
 
     def release(self) -> None:
         """Give back the buffers of what was fetched; nothing may look at it any more."""

@@ -3,6 +3,8 @@
     finish what is under way ──> choose the newest good ──> record (durable) ──> restore ──┬─> go on
                                      └───────────────── damaged: further back ─────────────┘
 
+What this process saved and has not saved over since is still in host memory, and comes back from there.
+
 Invariant: nothing live changes before the record is durable; whatever dies afterwards comes back to the
 branch that it names, with the data to skip and the learning rate that it holds.
 """
@@ -109,7 +111,9 @@ class WayBack:
                 "going back", lambda: self._record(spike, first, skip, unusable)
             )
             try:
-                report = self._restorer.restore(self._state, target["step"], NOTHING)
+                report = self._restorer.restore(
+                    self._state, target["step"], NOTHING, from_memory=True
+                )
             except (CorruptCheckpointError, NotFoundError) as e:
                 unusable.add(target["attempt"])
                 if self._group.is_coordinator:

@@ -40,6 +40,8 @@ class HostBuffer:
         # Tensors over the memory that are worth keeping, by their user's keys, and what they are views of.
         self.views: dict[Any, torch.Tensor] = {}
         self.views_are_of: Any = None
+        # Name of the file whose bytes are in here, durable too; of the header not all of them.
+        self.holds = ""
         self._pinned = False
         if pin:
             self._pin()
@@ -105,8 +107,10 @@ class ImagePool:
         with self._lock:
             fitting = [b for b in self._free if len(b) >= num_bytes]
             if fitting:
-                buffer = min(fitting, key=len)
+                # Among equals the oldest: what was saved last is what a run may go back to.
+                buffer = min(fitting, key=lambda b: (len(b), b.holds != ""))
                 self._free.remove(buffer)
+                buffer.holds = ""
                 buffer.trim(num_bytes)
                 return buffer
             too_small, self._free = self._free, []  # for today's shard, so for the next one too
@@ -114,8 +118,24 @@ class ImagePool:
             buffer.close()
         return HostBuffer(num_bytes, pin=self._pin)
 
-    def release(self, buffer: HostBuffer) -> None:
-        """Give a buffer back."""
+    def take_holding(self, name: str) -> HostBuffer | None:
+        """Return the free buffer that still has the bytes of the file of that name, to be given back."""
+        with self._lock:
+            for buffer in self._free:
+                if buffer.holds == name:
+                    self._free.remove(buffer)
+                    buffer.holds = ""  # whoever takes it may change it
+                    return buffer
+        return None
+
+    def release(self, buffer: HostBuffer, *, holds: str = "") -> None:
+        """Give a buffer back.
+
+        Args:
+            buffer: No one looks at it any more.
+            holds: Name of the file whose bytes it has, if any.
+        """
+        buffer.holds = holds
         with self._lock:
             self._free.append(buffer)
             excess = self._free[: -self._keep] if not self._closed else self._free

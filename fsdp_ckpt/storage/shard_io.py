@@ -146,6 +146,7 @@ def plan_reads(
     explain: Callable[[int, int], str],
     origin: int = 0,
     take: Callable[[int, memoryview], None] | None = None,
+    is_filled: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Cut the reading of parts of a shard's data into calls, for any threads; each verifies its part.
 
@@ -160,6 +161,7 @@ def plan_reads(
         explain: (start, stop) of a block → what it holds, for the error.
         origin: Byte of the data with which ``buffer`` begins.
         take: Called with each verified block, its first byte in the data and its bytes.
+        is_filled: The buffer should have the bytes already; only blocks of it that differ are read.
 
     Raises:
         CorruptCheckpointError: By a call: a block's digest differs.
@@ -169,12 +171,16 @@ def plan_reads(
     piece = max(READ_BYTES // block_bytes, 1) * block_bytes
 
     def read(start: int, stop: int) -> None:
-        store.read_into(key, data_offset + start, buffer[start - origin : stop - origin])
+        if not is_filled:
+            store.read_into(key, data_offset + start, buffer[start - origin : stop - origin])
         for at in range(start, stop, block_bytes):
             end = min(at + block_bytes, stop)
             block = buffer[at - origin : end - origin]
             found = digest(block)
             expected = digests[at // block_bytes]
+            if found != expected and is_filled:
+                store.read_into(key, data_offset + at, block)
+                found = digest(block)
             if found != expected:
                 raise CorruptCheckpointError(
                     f"{key}: bytes {data_offset + at} to {data_offset + end} are damaged (digest {found}, "

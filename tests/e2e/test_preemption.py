@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Alarm:
 class Job:
     """A sharded layer; every third step is saved in the background."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, writer: Literal["process", "thread"] = "thread") -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(64, 64)
         if dist.is_initialized():
@@ -59,7 +59,7 @@ class Job:
             root,
             self.state,
             save=SavePolicy(every_steps=3),
-            options=SaveOptions(writer="thread"),
+            options=SaveOptions(writer=writer),
             timeout_s=60,
         )
         self.told_at = 0.0
@@ -108,7 +108,7 @@ def lives(root: str) -> list[dict[str, Any]]:
     found = []
     before = signal.getsignal(signal.SIGTERM)
     for number, (rank, num_steps, phase) in enumerate(moments()):
-        job = Job(root)
+        job = Job(root, "process" if number % 3 == 1 else "thread")
         report = job.manager.restore()
         at_step = (report.step or 0) + num_steps
         if "save" in phase:

@@ -30,6 +30,7 @@ from fsdp_ckpt import (
 from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints, step_folder
 from fsdp_ckpt.commit.marks import read_marks
 from fsdp_ckpt.commit.rollback import read_history, record_rollback
+from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import Fault, FaultPlan, FaultStore
 from tests.bits import live_bits
@@ -59,9 +60,8 @@ class Job:
             data=self.sampler,
         )
         how.setdefault("save", SavePolicy(every_steps=5, on_signal=False))
-        self.manager = CheckpointManager(
-            root, self.state, options=SaveOptions(mode="sync"), timeout_s=30, **how
-        )
+        how.setdefault("options", SaveOptions(mode="sync"))
+        self.manager = CheckpointManager(root, self.state, timeout_s=60, **how)
         self.loss_of = loss_of
         self.lrs: list[float] = []
         self.ids: list[list[int]] = []
@@ -263,9 +263,63 @@ def test_a_crash_right_after_the_record(tmp_path: Path) -> None:
     job.manager.close()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        SaveOptions(mode="sync"),
+        SaveOptions(mode="async", writer="process"),
+        SaveOptions(mode="lazy", writer="thread", max_in_flight=2),
+    ],
+    ids=["sync", "async", "lazy"],
+)
+def test_what_is_still_in_host_memory_is_not_read(tmp_path: Path, options: SaveOptions) -> None:
+    """The snapshot comes back to the bit, though its file on storage is not what was written."""
+    job = Job(tmp_path, once(13), spikes=EAGER, options=options)
+    job.run(10)
+    saved = job.bits()
+    job.outcomes[-1].saved.wait()
+    job.run(12)
+    damage(tmp_path, 10)
+    job.run(13, only_back=True)
+    assert job.backs == [10]
+    assert job.bits() == saved
+    # The memory has what the run left behind now: going back once more reads, and finds the damage.
+    job.loss_of = once(12)
+    job.run(12, only_back=True)
+    assert job.backs == [10, 5]
+    job.manager.close()
+
+
+def test_memory_that_is_not_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bit that fell over in host memory is no damage of the checkpoint: that block is read."""
+    job = Job(tmp_path, once(13), spikes=EAGER)
+    job.run(10)
+    saved = job.bits()
+    real = ImagePool.take_holding
+
+    def take(self: ImagePool, name: str) -> HostBuffer | None:
+        buffer = real(self, name)
+        assert buffer is not None
+        buffer.memory[-4096:] = bytes(4096)
+        return buffer
+
+    monkeypatch.setattr(ImagePool, "take_holding", take)
+    job.run(13, only_back=True)
+    assert job.backs == [10]
+    assert job.bits() == saved
+    assert "bytes of it from host memory" in caplog.text
+    job.manager.close()
+
+
 def test_a_damaged_target_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The good checkpoint turns out to be damaged: the one before it is taken, each on record."""
-    job = Job(tmp_path, once(13), spikes=EAGER)
+    job = Job(tmp_path, spikes=EAGER)
+    job.run(10)
+    job.manager.close()
+    job = Job(tmp_path, once(13), spikes=EAGER)  # which has no snapshot in memory
+    job.manager.restore()
     job.run(12)
     damage(tmp_path, 10)
     job.run(13, only_back=True)

@@ -348,3 +348,21 @@ def test_buffers_are_used_again() -> None:
     pool.release(small)
     pool.close()
     assert pool.acquire(0) is not small
+
+
+def test_a_buffer_with_a_file_in_it_is_the_last_to_be_used_again() -> None:
+    """It can be asked for by the name of the file, once; got otherwise, a buffer has no name."""
+    pool = ImagePool(keep=3)
+    old, new, empty = (pool.acquire(mmap.PAGESIZE) for _ in range(3))
+    pool.release(old, holds="old")
+    pool.release(new, holds="new")
+    pool.release(empty)
+    assert pool.take_holding("another") is None
+    assert pool.take_holding("new") is new
+    assert pool.take_holding("new") is None
+    pool.release(new, holds="new")
+    assert [pool.acquire(1) for _ in range(3)] == [empty, old, new]
+    for buffer in (old, new, empty):
+        pool.release(buffer)
+    assert pool.take_holding("old") is None
+    pool.close()
