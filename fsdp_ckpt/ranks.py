@@ -15,6 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -137,7 +138,11 @@ class RankGroup:
         return result  # type: ignore[return-value]  # None only where action returned None
 
     def decide(
-        self, what: str, action: Callable[[], Any], combine: Callable[[list[Any]], Any]
+        self,
+        what: str,
+        action: Callable[[], Any],
+        combine: Callable[[list[Any]], Any],
+        meanwhile: Callable[[Callable[[], bool]], None] | None = None,
     ) -> Any:
         """Run ``action`` on every rank, and let the coordinator make one answer of all results.
 
@@ -145,6 +150,8 @@ class RankGroup:
             what: What is being done, for the error.
             action: Local work; returns JSON.
             combine: All ranks' results in rank order → JSON; only if all succeeded.
+            meanwhile: What to do while the answer travels, where there is anyone to ask; is given a function
+                that tells whether it is here. Must not call this group.
 
         Returns:
             What ``combine`` returned, on every rank.
@@ -158,7 +165,14 @@ class RankGroup:
             failures = [[r, o["error"]] for r, o in enumerate(outcomes) if "error" in o]
             return {"failures": failures} if failures else combine([o["result"] for o in outcomes])
 
-        answer = self._exchange(_outcome_to_json(result, error), answer_of)
+        vote = _outcome_to_json(result, error)
+        if meanwhile is None or error is not None or self.world_size == 1:
+            answer = self._exchange(vote, answer_of)
+        else:
+            with ThreadPoolExecutor(1, "fsdp_ckpt-vote") as thread:
+                coming = thread.submit(self._exchange, vote, answer_of)
+                meanwhile(coming.done)
+                answer = coming.result()
         if isinstance(answer, dict) and "failures" in answer:
             errors: dict[int, Exception] = {r: error_from_json(e) for r, e in answer["failures"]}
             raise _agreed_error(what, errors, self.rank, error)

@@ -36,7 +36,7 @@ from fsdp_ckpt.replicas import CheckReplicas, check_replicas
 from fsdp_ckpt.save_handle import SaveHandle
 from fsdp_ckpt.save_notes import SaveNotes, with_facts
 from fsdp_ckpt.snapshot.buffer import ImagePool
-from fsdp_ckpt.staging import Stager
+from fsdp_ckpt.staging import ImagePlace, Stager
 from fsdp_ckpt.state.names import changes_in_step
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
@@ -117,7 +117,7 @@ class Saver:
         step, timeout_s = state.progress.step, self._group.timeout_s
         with self._stager.take_image(self._options.on_busy, timeout_s) as place:
             try:
-                attempt = self._decide(state, mode, place.is_free, replaces)
+                attempt = self._decide(state, mode, place, replaces)
                 if attempt is None:
                     self._planner.forget()
                     return SaveHandle(step, timeout_s, is_skipped=True)
@@ -129,12 +129,13 @@ class Saver:
             manifest = self._planner.draft_manifest()
             snapshot = self._stager.stage(
                 place,
-                lambda pool: ShardImage.begin(
+                lambda pool, head_start: ShardImage.begin(
                     with_facts(self._planner.contents(), notes),
                     attempt,
                     self._group.rank,
                     pool,
                     manifest=manifest if self._group.is_coordinator else None,
+                    head_start=head_start,
                 ),
                 folder=step_folder(step),
                 mode=mode,
@@ -210,7 +211,7 @@ class Saver:
         self,
         state: TrainState,
         mode: SaveMode,
-        has_image: bool,
+        place: ImagePlace,
         replaces: SkippedCheckpoint | None,
     ) -> Attempt | None:
         """Collect the state, and agree on everything; one exchange, usually. ``None``: skip this save."""
@@ -225,7 +226,7 @@ class Saver:
                 "print": [step, planner.structure, planner.content()],
                 "failed": next((n for n, h in handles if h.has_failed and not h.is_reported), None),
                 "again": any(h.step == step and not h.has_failed for _, h in handles),
-                "busy": not has_image,
+                "busy": not place.is_free,
             }
 
         def combine(votes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -249,7 +250,12 @@ class Saver:
                     refuse_committed(store, step)
             return answer
 
-        decision = group.decide("collecting the state", look, combine)
+        def begin_early(is_over: Callable[[], bool]) -> None:
+            # Lazy copies late what it can, and stops no one for it.
+            if mode != "lazy" and (expected := planner.expected_contents()) is not None:
+                self._stager.begin_early(place, expected.layout, expected.resolve, is_over)
+
+        decision = group.decide("collecting the state", look, combine, begin_early)
         if decision["failed"] is not None:
             # One rank knows of it; the others will in a moment.
             failed = self._handles.get(decision["failed"])

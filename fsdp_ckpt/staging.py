@@ -6,6 +6,7 @@ again only when it is both copied and written.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,19 +14,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_ckpt.dcp.shard_image import ShardImage
+from fsdp_ckpt.errors import describe
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.options import OnBusy, SaveMode, SaveOptions
 from fsdp_ckpt.persisting import Persister
-from fsdp_ckpt.plan.image import Entry
+from fsdp_ckpt.plan.image import Entry, ImageLayout
 from fsdp_ckpt.snapshot.buffer import ImagePool
+from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import SideStreams
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["ImagePlace", "Snapshot", "Stager"]
+
+logger = logging.getLogger("fsdp_ckpt")
 
 # Share of the image that is filled before the first of it is written. Writing takes processor and memory from
 # the copy. That is no loss where training waits for the commit, a small one where it waits for the copy; and
@@ -39,6 +45,7 @@ class ImagePlace:
     def __init__(self, places: threading.Semaphore, *, is_free: bool) -> None:
         self.is_free = is_free
         self.is_used = False
+        self.head_start: HeadStart | None = None
         self._places = places
         # The copy and the write, whichever ends last.
         self._open_ends = 2
@@ -98,6 +105,7 @@ class Stager:
         self._num_threads = num_threads
         self._pool = pool
         self._places = threading.Semaphore(options.max_in_flight)
+        self._last: tuple[int, ImageLayout] | None = None  # the newest image's data
         self._staged = threading.Event()  # of the newest snapshot
         self._staged.set()
         self._hook: RemovableHandle | None = None
@@ -116,12 +124,40 @@ class Stager:
             yield place
         finally:
             if is_free and not place.is_used:
+                if place.head_start is not None:
+                    self._pool.release(place.head_start.buffer)
                 self._places.release()
+
+    def begin_early(
+        self,
+        place: ImagePlace,
+        layout: ImageLayout,
+        resolve: Callable[[Entry], torch.Tensor],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """Copy what can be copied before it is over, where the next image will lie as the last one does.
+
+        Args:
+            place: For the image.
+            layout: Of its data, as far as this rank knows.
+            resolve: Entry → live local tensor.
+            is_over: Whether the ranks have agreed.
+        """
+        if not place.is_free or self._last is None or self._last[1] is not layout:
+            return
+        data_offset = self._last[0]
+        try:
+            buffer = self._pool.acquire(data_offset + layout.data_bytes)
+            place.head_start = HeadStart(buffer, data_offset, layout)
+            place.head_start.copy(resolve, is_over, SideStreams())
+        except Exception as e:
+            # The other ranks are on their way into the save: if it fails, it must fail in there.
+            logger.warning("copying before the ranks have agreed: %s", describe(e))
 
     def stage(
         self,
         place: ImagePlace,
-        begin: Callable[[ImagePool], ShardImage],
+        begin: Callable[[ImagePool, HeadStart | None], ShardImage],
         *,
         folder: str,
         mode: SaveMode,
@@ -132,7 +168,7 @@ class Stager:
 
         Args:
             place: For the image.
-            begin: Makes the image, its header in place.
+            begin: Makes the image, its header in place, with what was copied early.
             folder: Where in the root its file goes.
             mode: ``lazy`` returns before the late entries are copied.
             is_late: Whether an entry changes in ``optimizer.step()`` alone.
@@ -140,15 +176,20 @@ class Stager:
         """
         place.is_used = True
         staged = threading.Event()
+        head_start, place.head_start = place.head_start, None
         try:
-            image = begin(self._pool)
+            image = begin(self._pool, head_start)
         except BaseException as e:
+            if head_start is not None:
+                self._pool.release(head_start.buffer)
             place.end(2, forget)
             if not isinstance(e, Exception):
                 raise
             return _failed(e)
 
         written: list[str] = []  # the name of the file, once it is durable
+
+        self._last = image.data_offset, image.contents.layout
 
         def release() -> None:
             self._pool.release(image.buffer, holds="".join(written))

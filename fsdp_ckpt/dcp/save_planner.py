@@ -141,6 +141,10 @@ class ShardSavePlanner(SavePlanner):
             },
         )
 
+    def expected_contents(self) -> Contents | None:
+        """Return what this rank writes if all agree as for the last save; ``None``: its own state differs."""
+        return None if self._layout is None else self.contents()
+
     def _inline(self) -> dict[str, bytes]:
         if self._rank != 0:
             return {}

@@ -15,6 +15,7 @@ from fsdp_ckpt.manifest.tree import Path
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
+from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import Filled, SideStreams, fill_image
 from fsdp_ckpt.writer.job import WriteJob
 
@@ -34,6 +35,7 @@ class ShardImage:
         digests_at: Where the digests go, in bytes.
         values: The global values that this rank answers for, as they are now.
         inline: Content of the tensors that the manifest holds too, as they are now.
+        num_copied: Entries that are in place, the first ones.
     """
 
     buffer: HostBuffer
@@ -44,6 +46,7 @@ class ShardImage:
     digests_at: int
     values: Mapping[Path, Json]
     inline: Mapping[str, bytes]
+    num_copied: int = 0
 
     @classmethod
     def begin(
@@ -54,6 +57,7 @@ class ShardImage:
         pool: ImagePool,
         *,
         manifest: Manifest | None = None,
+        head_start: HeadStart | None = None,
     ) -> ShardImage:
         """Take a buffer and put the header into it; copy everything that is not a tensor.
 
@@ -63,6 +67,8 @@ class ShardImage:
             rank: This rank.
             pool: Where the buffer comes from; the caller gives it back.
             manifest: On rank 0, the manifest so far, kept in the shard as a spare.
+            head_start: Entries that are copied already; its buffer is the image's where it fits, else the
+                pool's again.
 
         Raises:
             CheckpointError: The header would be larger than safetensors allows.
@@ -84,7 +90,12 @@ class ShardImage:
         ).to_bytes()
         num_bytes = len(header) + contents.layout.data_bytes
         inline = contents.inline()
-        buffer = pool.acquire(num_bytes)
+        if head_start is not None and head_start.fits(len(header), contents.layout):
+            buffer, num_copied = head_start.buffer, head_start.num_entries
+        else:
+            if head_start is not None:
+                pool.release(head_start.buffer)
+            buffer, num_copied = pool.acquire(num_bytes), 0
         buffer.memory[: len(header)] = header
         return cls(
             buffer=buffer,
@@ -95,6 +106,7 @@ class ShardImage:
             digests_at=max(header.find(blank.encode()), 0),
             values=contents.global_values,
             inline=inline,
+            num_copied=num_copied,
         )
 
     @property
@@ -108,9 +120,13 @@ class ShardImage:
         only: Callable[[Entry], bool] | None = None,
         streams: SideStreams | None = None,
     ) -> None:
-        """Copy the tensors, or ``only`` some of them; see :func:`~fsdp_ckpt.snapshot.image.fill_image`."""
+        """Copy the tensors that are not in place, or ``only`` some of them.
+
+        See :func:`~fsdp_ckpt.snapshot.image.fill_image`.
+        """
         layout = self.contents.layout
-        entries = layout.entries if only is None else [e for e in layout.entries if only(e)]
+        rest = layout.entries[self.num_copied :]
+        entries = rest if only is None else [e for e in rest if only(e)]
         fill_image(
             self.buffer,
             self.data_offset,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_ckpt import CheckpointError, CheckpointManager, SaveOptions, TrainState
 from fsdp_ckpt.options import SaveMode, WriterKind
+from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
@@ -233,6 +235,53 @@ def test_one_ranks_refusal_is_every_ranks_failure(tmp_path: Path) -> None:
         assert "Permission denied" in first["text"]
         assert "step=2" in second["result"]
         assert last["committed"] == ["step-000000002"]
+
+
+def early(root: str) -> list[dict[str, Any]]:
+    """Rank 1 comes to each vote when rank 0 has copied everything while it waited."""
+    store = dist.distributed_c10d._get_default_store()
+    real, taken = HeadStart.copy, []
+
+    def copy(self: HeadStart, *args: Any) -> None:
+        real(self, *args)
+        taken.append(self.num_entries)
+        if dist.get_rank() == 0:
+            store.set(f"copied {len(taken)}", "")
+
+    HeadStart.copy = copy  # type: ignore[method-assign]
+    job = Job(root, mode="async", writer="thread")
+    found = []
+    # The first save of a structure has nothing to go by; then one whose header is longer than the last one's,
+    # one that is refused, and one more.
+    for number, note in enumerate(["a", "b", "c" * 9000, "twice", "d"]):
+        if note != "twice":
+            job.step()
+            job.ema["notes"].append(note)
+        if number and dist.get_rank() == 1:
+            store.wait([f"copied {number}"], datetime.timedelta(seconds=120))
+        expected = job.bits()
+        if note == "twice":
+            found.append({**outcome(job.manager.save), "taken": taken[-1]})
+            continue
+        handle = job.manager.save()
+        job.spoil()
+        handle.wait()
+        job.manager.restore()
+        found.append({"same": job.bits() == expected, "taken": taken[-1] if taken else None})
+    job.manager.close()
+    return found
+
+
+def test_copying_begins_before_all_ranks_have_agreed(tmp_path: Path) -> None:
+    """Whatever they agree on then, what is saved is what was there at the call."""
+    first, second = run_ranks(early, 2, str(tmp_path)).values
+    for found in (first, second):
+        assert [f.get("same", f.get("type")) for f in found] == [
+            True, True, True, "AlreadyCommittedError", True,
+        ]  # fmt: skip
+    assert first[0]["taken"] is None
+    assert len({f["taken"] for f in first[1:]}) == 1
+    assert first[1]["taken"] > 5
 
 
 def slow_storage(root: str, on_busy: str) -> dict[str, Any]:

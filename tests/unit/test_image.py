@@ -19,7 +19,8 @@ from fsdp_ckpt.plan.dtypes import itemsize, stored_form
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_ranges, whole_blocks
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.snapshot.buffer import ImagePool
-from fsdp_ckpt.snapshot.image import fill_image, view_bytes, view_entry
+from fsdp_ckpt.snapshot.head_start import HeadStart
+from fsdp_ckpt.snapshot.image import SideStreams, fill_image, view_bytes, view_entry
 
 ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
@@ -319,6 +320,24 @@ def test_images_are_filled_to_the_bit() -> None:
         start = 4096 + entry.byte_offset
         expected = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
         assert buffer.memory[start : start + entry.num_bytes] == expected
+
+
+def test_a_head_start_copies_the_first_entries() -> None:
+    """As many as there is time for; it fits an image that has its data in the same place and order."""
+    tensors = {name: torch.full((5,), float(i)) for i, name in enumerate("abc")}
+    layout = ImageLayout.pack((name, "F32", (5,), Box.whole((5,))) for name in tensors)
+    pool = ImagePool()
+    buffer = pool.acquire(4096 + layout.data_bytes)
+    buffer.memory[:] = b"x" * len(buffer)
+    early = HeadStart(buffer, 4096, layout)
+    asked = iter([False, False, True])
+    early.copy(lambda entry: tensors[entry.name], lambda: next(asked), SideStreams())
+    assert early.num_entries == 2
+    data = buffer.memory[4096 : 4096 + layout.data_bytes]
+    assert data == bytes(torch.tensor([0.0] * 5 + [1.0] * 5).view(torch.uint8).tolist()) + b"x" * 20
+    assert early.fits(4096, layout)
+    assert not early.fits(8192, layout)
+    assert not early.fits(4096, ImageLayout.pack([("a", "F32", (5,), Box.whole((5,)))]))
 
 
 def test_views_share_the_images_memory() -> None:

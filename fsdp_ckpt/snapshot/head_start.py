@@ -1,0 +1,67 @@
+"""Copying that begins before the ranks have agreed to save.
+
+    vote of all ranks ──────────────────> answer ──> header, the rest of the copy
+    first entries into the image ───────>│
+
+While the answer travels nothing else could be done; it nearly always is yes, and the image laid out as the
+last one was. Where it is not, the bytes are copied anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fsdp_ckpt.plan.image import Entry, ImageLayout
+from fsdp_ckpt.snapshot.buffer import HostBuffer
+from fsdp_ckpt.snapshot.image import SideStreams, fill_image
+
+__all__ = ["HeadStart"]
+
+
+class HeadStart:
+    """The first entries of an image that may be asked for.
+
+    Args:
+        buffer: For the image; whoever has this object gives it back.
+        data_offset: Where its data will start, in bytes, if its header is as long as that of the last one.
+        layout: Of its data.
+    """
+
+    def __init__(self, buffer: HostBuffer, data_offset: int, layout: ImageLayout) -> None:
+        self.buffer = buffer
+        self.data_offset = data_offset
+        self.layout = layout
+        self.num_entries = 0  # copied
+
+    def copy(
+        self,
+        resolve: Callable[[Entry], torch.Tensor],
+        is_over: Callable[[], bool],
+        streams: SideStreams,
+    ) -> None:
+        """Copy entries in their order for as long as it is not over.
+
+        Args:
+            resolve: Entry → live local tensor.
+            is_over: Asked before each entry.
+            streams: Where accelerators copy.
+        """
+
+        def entries() -> Iterator[Entry]:
+            for entry in self.layout.entries:
+                if is_over():
+                    return
+                yield entry
+                num_taken.append(entry)
+
+        num_taken: list[Entry] = []
+        fill_image(
+            self.buffer, self.data_offset, self.layout, resolve, entries=entries(), streams=streams
+        )
+        self.num_entries = len(num_taken)
+
+    def fits(self, data_offset: int, layout: ImageLayout) -> bool:
+        """Whether an image has its data where this has put it."""
+        return (data_offset, layout) == (self.data_offset, self.layout)
