@@ -111,14 +111,22 @@ class RankGroup:
         """Whether every rank has the same ``value`` (JSON); the answer is the same on all ranks."""
         return bool(self._exchange(value, lambda values: all(v == values[0] for v in values)))
 
-    def common(self, names: list[str]) -> list[str]:
-        """Return the names that every rank has in its list, in the coordinator's order, on all ranks."""
+    def common(self, what: str, action: Callable[[], list[str]]) -> list[str]:
+        """Run ``action`` on every rank; return the names that all of them return, in the coordinator's order.
+
+        Args:
+            what: What is being done, for the error.
+            action: Local work; must not call this group.
+
+        Raises:
+            CheckpointError: As in :meth:`run`.
+        """
 
         def intersect(lists: list[list[str]]) -> list[str]:
             everywhere = set(lists[0]).intersection(*lists[1:])
             return [name for name in lists[0] if name in everywhere]
 
-        return list(self._exchange(names, intersect))
+        return list(self.decide(what, action, intersect))
 
     def run(self, what: str, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; return its result only if it succeeded on all.

@@ -30,6 +30,7 @@ from fsdp_ckpt.save_notes import RUN_SECTION
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.state.saved import RestorePlan, SavedState, subtree
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.uncollected import uncollected
 
 if TYPE_CHECKING:
     from fsdp_ckpt.state.train_state import TrainState
@@ -107,7 +108,8 @@ class Restorer:
                 restore = _Restore(
                     self, found["step"], found["attempt"], allowed, from_memory=from_memory
                 )
-                report = restore.run(state)
+                with uncollected():
+                    report = restore.run(state)
             except CorruptCheckpointError as e:
                 if step is not None:
                     raise
@@ -164,8 +166,14 @@ class _Restore:
     def run(self, state: TrainState) -> RestoreReport:
         """Compare, fetch, deliver, apply; every step agreed by all ranks."""
         group, planner = self._group, self._planner
-        saved, plan = group.run("comparing the checkpoint", lambda: self._compare(state))
-        unclaimed = group.common(planner.unclaimed)
+        compared: list[tuple[SavedState, RestorePlan]] = []
+
+        def compare() -> list[str]:
+            compared.append(self._compare(state))
+            return planner.unclaimed
+
+        unclaimed = group.common("comparing the checkpoint", compare)
+        ((saved, plan),) = compared
         group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
         self._share_out(state, plan, saved)
         try:

@@ -40,6 +40,7 @@ from fsdp_ckpt.staging import ImagePlace, Stager
 from fsdp_ckpt.state.names import changes_in_step
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.uncollected import uncollected
 
 if TYPE_CHECKING:
     from fsdp_ckpt.state.train_state import TrainState
@@ -111,6 +112,20 @@ class Saver:
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.save`.
         """
+        with uncollected():
+            handle = self._begin(state, mode, replaces, notes)
+        if mode == "sync":
+            handle.wait()
+        return handle
+
+    def _begin(
+        self,
+        state: TrainState,
+        mode: SaveMode,
+        replaces: SkippedCheckpoint | None,
+        notes: SaveNotes | None,
+    ) -> SaveHandle:
+        """Take the snapshot, and send it on its way."""
         self._stager.wait_staged()
         # Failed ones stay, also reported ones: another rank may still name them.
         self._handles = {n: h for n, h in self._handles.items() if not h.has_succeeded}
@@ -153,8 +168,6 @@ class Saver:
         handle = SaveHandle(step, timeout_s, snapshot.staged, committed)
         self._handles[self._num_saves] = handle
         self._num_saves += 1
-        if mode == "sync":
-            handle.wait()
         return handle
 
     def _parameter_names(self, state: TrainState) -> frozenset[str]:

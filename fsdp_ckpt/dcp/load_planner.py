@@ -96,6 +96,7 @@ class ReshardLoadPlanner(LoadPlanner):
         )
         self.judge(self.unclaimed)
 
+    @torch.no_grad()  # under which DTensor.to_local() costs nothing
     def set_up(
         self,
         leaves: Mapping[Path, Any],

@@ -20,6 +20,7 @@ from fsdp_ckpt.snapshot.exchange import Move, extent_of, overlapping
 __all__ = ["by_rank", "plan_moves"]
 
 
+@torch.no_grad()
 def plan_moves(pieces: Sequence[tuple[ReadItem, Piece]], planner: LoadPlanner) -> dict[int, Move]:
     """Return the moves of those pieces that can be swapped, by their place in ``pieces``."""
     spans, targets = [piece.byte_range for _, piece in pieces], []

@@ -102,8 +102,12 @@ def load(
         allow_missing=allow_missing, allow_unexpected=allow_unexpected, allow_cast=allow_cast
     )
     loading = _Load(model, files, planner)
-    group.run("comparing the model", lambda: loading.compare(group.rank, device))
-    unclaimed = group.common(planner.unclaimed)
+
+    def compare() -> list[str]:
+        loading.compare(group.rank, device)
+        return planner.unclaimed
+
+    unclaimed = group.common("comparing the model", compare)
     group.run("comparing the model", lambda: _judge(planner, unclaimed, store))
     group.run("reading the model", lambda: loading.fetch(num_threads))
     group.run("loading the model", loading.apply)
