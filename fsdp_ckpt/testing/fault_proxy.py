@@ -31,8 +31,8 @@ __all__ = ["FaultProxy"]
 
 PIECE_BYTES = 256 * 1024
 TIMEOUT_S = 60.0
-# How long a server may take to notice that a request was cut.
-END_PATIENCE_S = 5.0
+# How long a server may take to notice that a request was cut; less than clients wait for an answer.
+END_PATIENCE_S = 30.0
 SLOW_DOWN = (
     b'<?xml version="1.0" encoding="UTF-8"?>'
     b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
@@ -66,7 +66,7 @@ class FaultProxy:
 
     @property
     def requests(self) -> list[HttpRequest]:
-        """Every request that has ended, in that order."""
+        """Every request whose client knows how it ends, in that order: none is noted later than that."""
         return self.plan.requests
 
     def __enter__(self) -> Self:
@@ -145,9 +145,16 @@ class _Handler(BaseHTTPRequestHandler):
             query=query,
             sent_bytes=int(self.headers.get("Content-Length") or 0),
         )
+        self.is_noted = False
         try:
             self._pass_on()
         finally:
+            self._note()
+
+    def _note(self) -> None:
+        """Record the request, before the client hears of its end: it may look at the record right then."""
+        if not self.is_noted:
+            self.is_noted = True
             self.server.plan.note(self.seen)
 
     def _draw(self, *kinds: Any) -> str | None:
@@ -253,6 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         num_bytes: int | None = None,
     ) -> None:
         self.seen = replace(self.seen, status=status)
+        self._note()
         self.send_response_only(status, reason)
         for name, value in headers:
             self.send_header(name, value)
@@ -262,6 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _reset(self) -> None:
         """End the client's connection by a reset: unsent data is dropped, and it is no proper end."""
+        self._note()
         linger = struct.pack("ii", 1, 0)
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         raise _CutError

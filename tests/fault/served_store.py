@@ -6,6 +6,7 @@ with the server, half-written as they are, when the client dies.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ def serve_store(store: Store, address: str) -> None:
 
 # Objects being written: any connection may go on with them.
 _writers: dict[int, ObjectWriter] = {}
+_numbers = itertools.count()
 
 
 def _serve(store: Store, connection: Connection) -> None:
@@ -49,7 +51,7 @@ def _serve(store: Store, connection: Connection) -> None:
 def _act(store: Store, verb: str, args: list[Any]) -> Any:
     if verb == "write":
         writer = store.write(*args)
-        number = len(_writers)
+        number = next(_numbers)
         _writers[number] = writer
         return number, writer.ordered, writer.part_bytes
     if verb == "read_into":

@@ -24,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +37,7 @@ from aiobotocore.session import AioSession
 __all__ = ["KINDS", "S3Place", "S3Server", "find_program", "make_session", "serve_s3"]
 
 # How long a server may take to answer; they take a tenth of a second on an idle machine.
-START_PATIENCE_S = 20.0
+START_PATIENCE_S = 90.0
 STOP_PATIENCE_S = 5.0
 # And the pid of the starter.
 FOLDER_PREFIX = "fsdp-ckpt-s3-"
@@ -245,14 +245,28 @@ def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
     end = time.monotonic() + START_PATIENCE_S
     while process.poll() is None and time.monotonic() < end:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=1):
-                return True
+            # What answers may be another one, which was faster to take the port.
+            if _listens(process.pid, port):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10):
+                    return True
         except urllib.error.HTTPError as e:
             if e.code < 500:  # denied, as it should be without credentials
                 return True
         except OSError:
             pass
         time.sleep(0.02)
+    return False
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether it is this process that listens on the port of 127.0.0.1; OSError where it has ended."""
+    state_listen, address = "0A", f"0100007F:{port:04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{row[9]}]" for row in rows if row[1] == address and row[3] == state_listen}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(fd) in inodes:
+                return True
     return False
 
 

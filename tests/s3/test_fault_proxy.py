@@ -76,15 +76,28 @@ def test_without_faults_nothing_differs(s3: S3Place) -> None:
 
 
 def test_requests_run_beside_each_other(s3: S3Place, connect: Connect) -> None:
-    """Delayed requests wait at the same time."""
-    with FaultProxy(s3.server.endpoint, HttpFault("delay", count=8, delay_s=1.0)) as proxy:
-        client = connect(proxy)
+    """Delayed requests wait at the same time, and each is passed on when its delay is over."""
+    num_threads = 8
+    with ThreadPoolExecutor(num_threads) as threads:
+        delay = HttpFault("delay", count=num_threads, delay_s=3600.0)
+        with FaultProxy(s3.server.endpoint, delay) as proxy:
+            client = connect(proxy)
+
+            def put(key: str) -> None:
+                with suppress(HTTPClientError):  # the proxy ends first
+                    client.put_object(Bucket=s3.bucket, Key=key, Body=DATA)
+
+            puts = threads.map(put, [f"run/{i}" for i in range(num_threads)])
+            # One after the other, the second one would be delayed in an hour.
+            while proxy.plan.fired("delay") < num_threads:
+                time.sleep(0.01)
+            assert proxy.requests == []
+        list(puts)
+    with FaultProxy(s3.server.endpoint, HttpFault("delay", delay_s=0.1)) as proxy:
         begin = time.monotonic()
-        with ThreadPoolExecutor(8) as threads:
-            keys = [f"run/{i}" for i in range(8)]
-            list(threads.map(lambda k: client.put_object(Bucket=s3.bucket, Key=k, Body=DATA), keys))
-        assert 1.0 <= time.monotonic() - begin < 8.0  # one after the other: 8
-    assert s3.sizes() == {f"{i}": len(DATA) for i in range(8)}
+        connect(proxy).put_object(Bucket=s3.bucket, Key="run/late", Body=DATA)
+        assert time.monotonic() - begin >= 0.1
+    assert s3.sizes()["late"] == len(DATA)
 
 
 def test_slow_down_is_an_answer_of_s3(s3: S3Place, connect: Connect) -> None:

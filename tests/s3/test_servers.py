@@ -21,7 +21,7 @@ import sys, time
 from tests.s3.servers import serve_s3
 with serve_s3(sys.argv[1]) as server:
     print(server.pid, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -79,7 +79,7 @@ def test_a_server_dies_with_its_starter(kind: str) -> None:
     finally:
         starter.send_signal(signal.SIGKILL)
         starter.communicate()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 100
     while is_running(pid):
         assert time.monotonic() < end
         time.sleep(0.01)
