@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -19,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from fsdp_ckpt import CheckpointManager, ResumableSampler, TrainState, make_loader
+from tests.endings import die_together
 
 NUM_SAMPLES = 48
 GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4 ranks
@@ -58,6 +57,7 @@ class Job:
     """One life of the job on this rank; build it, restore it, run it."""
 
     def __init__(self, root: str, *, seed: int = 0, workers: int = 0, shard: bool = True) -> None:
+        self.root = root
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         torch.manual_seed(seed)
@@ -97,7 +97,7 @@ class Job:
         torch.manual_seed(1000 * seed + self.rank)
         random.seed(2000 * seed + self.rank)
         np.random.seed(3000 * seed + self.rank)
-        self.manager = CheckpointManager(root, self.state, timeout_s=60)
+        self.manager = CheckpointManager(root, self.state, timeout_s=250)
 
     def run(
         self, until: int, *, save_at: Iterable[int] = (), kill_at: int | None = None
@@ -113,7 +113,7 @@ class Job:
                 loss = (output + torch.rand(()) + self.generator.random()).square().mean()
                 loss.backward()
                 if kill_at == self.state.progress.step + 1:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die_together(f"{self.root}.dies")
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()

@@ -33,8 +33,8 @@ from typing import Any
 __all__ = ["RankResult", "RanksFailedError", "RanksResult", "over_tcp", "run_ranks"]
 
 LOG_TAIL_LINES = 40
-# How long a signalled rank may take to write its stacks and die.
-STOP_PATIENCE_S = 5.0
+# How long a signalled rank may take to write its stacks and die, on a machine that is busy.
+STOP_PATIENCE_S = 60.0
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
@@ -132,8 +132,8 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
-    grace_s: float = 10.0,
+    timeout_s: float = 250.0,
+    grace_s: float = 60.0,
     backend: str = "gloo",
     env: Mapping[str, str] | None = None,
     check: bool = True,

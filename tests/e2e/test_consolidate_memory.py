@@ -31,7 +31,7 @@ print(status, usage.ru_maxrss)
 def peak_bytes(*arguments: str) -> int:
     """Run an interpreter; return its largest resident size."""
     command = [sys.executable, "-c", MEASURE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=250)
     status, peak_kib = map(int, done.stdout.split())
     assert status == 0, done.stderr
     return peak_kib * 1024

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_ckpt import CheckpointManager, SaveOptions, SavePolicy, TrainState
+from fsdp_ckpt.life.stepping import MAX_LOOK_STEPS
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import Fault, FaultPlan, FaultStore, run_ranks
 
 pytestmark = pytest.mark.few_ranks
 
-NUM_RANKS, NUM_LIVES, GRACE_S = 2, 10, 10.0
+NUM_RANKS, NUM_LIVES = 2, 10
 PHASES = ("before backward", "before the update", "before the look", "in a save", "after a save")
 
 
@@ -60,16 +60,14 @@ class Job:
             self.state,
             save=SavePolicy(every_steps=3),
             options=SaveOptions(writer=writer),
-            timeout_s=60,
+            timeout_s=250,
         )
-        self.told_at = 0.0
 
     def run(self, at_step: int, phase: str, *, twice: bool = False) -> None:
         """Train until the manager says to stop; be told in ``phase`` of the step, never with ``phase`` ''."""
 
         def now(this: str) -> None:
             if this == phase and self.state.progress.step == at_step:
-                self.told_at = time.monotonic()
                 for _ in range(2 if twice else 1):
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -84,9 +82,7 @@ class Job:
             now("before the look")
             self.alarm.rings = phase == "in a save" and self.state.progress.step == at_step
             outcome = self.manager.after_step()
-            if self.alarm.rings:
-                self.told_at = time.monotonic()
-                self.alarm.rings = False
+            self.alarm.rings = False
             if outcome.saved is not None:
                 now("after a save")
 
@@ -120,7 +116,6 @@ def lives(root: str) -> list[dict[str, Any]]:
             {
                 "restored": report.step,
                 "stopped": job.state.progress.step,
-                "took_s": time.monotonic() - job.told_at if is_told else None,
                 "at_step": at_step,
                 "newest": max(step for step in steps_of(root)),
                 "exit code": job.manager.exit_code,
@@ -148,16 +143,14 @@ def test_ten_signals_at_random_moments(tmp_path: Path) -> None:
         rank, _, phase = moments()[number]
         assert life["restored"] == ended
         ended = life["stopped"]
-        assert other["stopped"] == ended >= life["at_step"]
+        # The clock says when the next look is; however fast steps are, it is not further away.
+        assert 0 <= ended - life["at_step"] <= MAX_LOOK_STEPS
+        assert other["stopped"] == ended
         assert life["newest"] == other["newest"] == ended
         assert life["exit code"] == other["exit code"] == os.EX_TEMPFAIL
         assert life["handler"]
         assert other["handler"]
-        took_s = per_rank[rank][number]["took_s"]
-        assert took_s < GRACE_S
-        print(
-            f"{number}: rank {rank}, {phase}, step {life['at_step']}: ended at {ended}, {took_s:.2f} s"
-        )
+        print(f"{number}: rank {rank}, {phase}, step {life['at_step']}: ended at {ended}")
 
 
 def program(root: str) -> None:

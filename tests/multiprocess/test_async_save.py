@@ -26,8 +26,12 @@ from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
+from tests.endings import die_together
 
 pytestmark = pytest.mark.few_ranks
+
+# However slow the machine is: what is waited for comes.
+PATIENCE_S = 250.0
 
 
 class Job:
@@ -47,7 +51,7 @@ class Job:
             model=self.model, optimizer=self.optimizer, extra={"ema": self.holder}
         )
         self.manager = CheckpointManager(
-            root, self.state, timeout_s=60, options=SaveOptions(**options)
+            root, self.state, timeout_s=PATIENCE_S, options=SaveOptions(**options)
         )
         self.width = width
 
@@ -285,47 +289,44 @@ def test_copying_begins_before_all_ranks_have_agreed(tmp_path: Path) -> None:
 
 
 def slow_storage(root: str, on_busy: str) -> dict[str, Any]:
-    """Thirty saves back to back, beside all-reduces; rank 1's storage takes a while for the first file."""
-    delay_s = 6.0
+    """Thirty saves back to back, beside all-reduces; rank 1's storage is stuck in its first file.
+
+    Where saves are skipped, until the last one was asked for; where they wait, until the second one was.
+    """
+    release, num_free = threading.Event(), {"skip": 30, "wait": 2}[on_busy]
     if dist.get_rank() == 1:
-        real, seen = LocalStore.write, []
+        real = LocalStore.write
 
         def write(self: LocalStore, key: str, num_bytes: int) -> Any:
-            if not seen:
-                seen.append(key)
-                time.sleep(delay_s)
+            assert release.wait(PATIENCE_S)
             return real(self, key, num_bytes)
 
         LocalStore.write = write  # type: ignore[method-assign]
     job = Job(root, mode="async", writer="thread", on_busy=on_busy, max_in_flight=2)
-    handles, slowest = [], 0.0
+    handles = []
     total = torch.zeros(())
-    for _ in range(30):
-        begin = time.monotonic()
+    for number in range(1, 31):
         job.step()
         dist.all_reduce(total)
         handles.append(job.manager.save())
-        slowest = max(slowest, time.monotonic() - begin)
+        if number == num_free:
+            release.set()
     job.manager.close()
     infos = [handle.wait() for handle in handles]
     return {
         "skipped": [handle.is_skipped for handle in handles],
         "committed": [info.step for info in infos if info],
         "on_storage": len(manifests(root)),
-        "slowest_s": slowest,
-        "delay_s": delay_s,
     }
 
 
 def test_a_slow_rank_holds_no_one_up(tmp_path: Path) -> None:
     """No deadlock with the training's collectives, no step waits for another rank's storage."""
-    first, second = run_ranks(slow_storage, 2, str(tmp_path), "skip").values
-    assert first["skipped"] == second["skipped"]
-    assert first["committed"] == second["committed"]
-    assert len(first["committed"]) == first["on_storage"] >= 2
-    assert any(first["skipped"])
-    # Far below the time that rank 1's storage took, whatever this machine is busy with.
-    assert max(first["slowest_s"], second["slowest_s"]) < first["delay_s"]
+    # That all thirty steps were made at all: rank 1's storage went on only then.
+    for found in run_ranks(slow_storage, 2, str(tmp_path), "skip", timeout_s=PATIENCE_S).values:
+        assert found["skipped"] == [False] * 2 + [True] * 28
+        assert found["committed"] == [1, 2]
+        assert found["on_storage"] == 2
 
 
 def test_thirty_saves_back_to_back_are_thirty_checkpoints(tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def busy(root: str) -> dict[str, Any]:
         real = LocalStore.write
 
         def write(self: LocalStore, key: str, num_bytes: int) -> Any:
-            assert release.wait(60)
+            assert release.wait(PATIENCE_S)
             return real(self, key, num_bytes)
 
         LocalStore.write = write  # type: ignore[method-assign]
@@ -390,7 +391,7 @@ def test_a_program_may_end_right_after_a_save(tmp_path: Path, ending: str, write
         [sys.executable, "-c", textwrap.dedent(program), root],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == {"return": 0, "exit": 3, "exception": 1}[ending], done.stderr
@@ -415,7 +416,7 @@ def test_a_program_that_ends_tells_of_a_save_that_failed(tmp_path: Path) -> None
         [sys.executable, "-c", textwrap.dedent(program), tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert "saving step 2 failed, nothing was committed: rank 0: the writer process" in done.stderr
@@ -433,8 +434,7 @@ def dying(root: str) -> None:
     job.step()
     Path(root, f"bits-{dist.get_rank()}").write_text(repr(job.bits()))
     job.manager.save()
-    dist.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_together(f"{root}.dies")
 
 
 def resumed(root: str) -> dict[str, Any]:
@@ -452,7 +452,7 @@ def test_writers_finish_what_they_have_when_all_ranks_die(tmp_path: Path) -> Non
     pids = [int((tmp_path / f"writer-{rank}").read_text()) for rank in range(2)]
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline, "a writer did not end by itself"
         time.sleep(0.02)

@@ -144,7 +144,7 @@ def test_torchrun_runs_the_command(folder: Path, tmp_path: Path) -> None:
         text=True,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("file(s)") == 1

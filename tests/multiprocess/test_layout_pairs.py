@@ -44,7 +44,7 @@ def train_and_save(live: Live, root: str, *, used: bool) -> None:
         use(live)
     for _ in range(NUM_STEPS):
         live.step()
-    with CheckpointManager(root, live.state, timeout_s=60) as manager:
+    with CheckpointManager(root, live.state, timeout_s=250) as manager:
         manager.save(mode="sync")
 
 
@@ -82,7 +82,7 @@ def load_into_layouts(root: str) -> tuple[int, list[str]]:
                 if not torch.equal(tensor, reference(NUM_STEPS + 1)[f"model.{parameter}"]):
                     failures.append(f"{name}: torch's own gather of {parameter} differs")
         folder = f"{root}/again-{layouts.world_size}/{name}"
-        with CheckpointManager(folder, live.state, timeout_s=60) as manager:
+        with CheckpointManager(folder, live.state, timeout_s=250) as manager:
             manager.save(mode="sync")
     return num_pairs, failures
 
@@ -91,7 +91,7 @@ def pair_failures(live: Live, root: str, step: int) -> Iterator[str]:
     """Restore the checkpoint of ``step``, train a step, and yield what is not the reference."""
     spoil(live)
     try:
-        with CheckpointManager(root, live.state, timeout_s=60) as manager:
+        with CheckpointManager(root, live.state, timeout_s=250) as manager:
             report = manager.restore()
     except Exception as e:  # all ranks raise it: the other pairs can go on
         yield f"{type(e).__name__}: {e}"

@@ -58,13 +58,13 @@ def train(state: TrainState, batch: torch.Tensor) -> TrainState:
 
 
 def save(state: TrainState, root: str) -> None:
-    with CheckpointManager(root, state, timeout_s=60) as manager:
+    with CheckpointManager(root, state, timeout_s=250) as manager:
         manager.save(mode="sync")
 
 
 def restore(state: TrainState, root: str, **how: Any) -> Any:
     """Return the report, or the text of a refusal."""
-    with CheckpointManager(root, state, timeout_s=60) as manager:
+    with CheckpointManager(root, state, timeout_s=250) as manager:
         try:
             return manager.restore(**how)
         except MismatchError as e:
@@ -418,13 +418,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(root: Path) -> list[dict[str, Any]]:
     """Return what each of 4 ranks has seen."""
-    return run_ranks(on_4_ranks, 4, str(root), timeout_s=200).values
+    return run_ranks(on_4_ranks, 4, str(root), timeout_s=500).values
 
 
 @pytest.fixture(scope="module")
 def found_by_half(root: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what each of 2 ranks has read of what 4 have saved."""
-    return run_ranks(on_2_ranks, 2, str(root), timeout_s=200).values
+    return run_ranks(on_2_ranks, 2, str(root), timeout_s=500).values
 
 
 # --- the promises ---

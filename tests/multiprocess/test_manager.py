@@ -78,7 +78,7 @@ def own_state(root: str) -> dict[str, Any]:
     data = Holder({"position": 100 + rank})
     state = TrainState(data=data, extra=parts)
     torch.manual_seed(rank)
-    with CheckpointManager(root, state, timeout_s=60) as manager:
+    with CheckpointManager(root, state, timeout_s=250) as manager:
         manager.save(mode="sync")
         drawn = torch.rand(3)
         for part in (*parts.values(), data):
@@ -104,7 +104,7 @@ def restored_elsewhere(root: str) -> dict[str, Any]:
     data = Holder({"position": 0})
     parts = {"partly": Holder({"even": None})}
     state = TrainState(data=data, extra=parts)
-    with CheckpointManager(root, state, timeout_s=60) as manager:
+    with CheckpointManager(root, state, timeout_s=250) as manager:
         return outcome(lambda: manager.restore(0, allow_unexpected=["extra.*"]))
 
 
@@ -176,7 +176,7 @@ def failing_thread(root: str) -> dict[str, Any]:
     state = TrainState(
         extra={"big": Holder({"t": torch.ones(16 << 20, dtype=torch.uint8) * (rank + 1)})}
     )
-    manager = CheckpointManager(root, state, timeout_s=60)
+    manager = CheckpointManager(root, state, timeout_s=250)
     manager.save(mode="sync")
     state.progress.advance()
     before = tree(root)
@@ -187,7 +187,7 @@ def failing_thread(root: str) -> dict[str, Any]:
         name = threading.current_thread().name
         if name.startswith("fsdp_ckpt-io") and name not in threads:
             threads.add(name)
-            together.wait(30)
+            together.wait(250)
         if rank == 1 and offset > 8 << 20:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data, offset)
@@ -222,16 +222,16 @@ def lonely_trouble(root: str) -> list[dict[str, Any]]:
     rank = dist.get_rank()
     outcomes = []
     holder = Holder({"callback": print if rank == 1 else None})
-    manager = CheckpointManager(root, TrainState(extra={"hook": holder}), timeout_s=60)
+    manager = CheckpointManager(root, TrainState(extra={"hook": holder}), timeout_s=250)
     outcomes.append(outcome(lambda: manager.save(mode="sync")))
     mesh = init_device_mesh("cpu", (2,))
     shape = (4, 2) if rank == 0 else (4, 3)
     local_part = torch.ones(2, shape[1])
     wrong = DTensor.from_local(local_part, mesh, run_check=False)
-    manager = CheckpointManager(root, TrainState(extra={"w": Holder({"t": wrong})}), timeout_s=60)
+    manager = CheckpointManager(root, TrainState(extra={"w": Holder({"t": wrong})}), timeout_s=250)
     outcomes.append(outcome(lambda: manager.save(mode="sync")))
     manager = CheckpointManager(
-        root, TrainState(extra={"o": Holder(RankLocal(1) if rank == 0 else {})}), timeout_s=60
+        root, TrainState(extra={"o": Holder(RankLocal(1) if rank == 0 else {})}), timeout_s=250
     )
     outcomes.append(outcome(lambda: manager.save(mode="sync")))
     dist.barrier()
@@ -328,7 +328,7 @@ def unusual(root: str, seed: int, load: bool) -> dict[str, Any]:
     for part in model.values():
         fully_shard(part)
     optimizer = Master([p for p in model.parameters()])
-    manager = CheckpointManager(root, TrainState(model=model, optimizer=optimizer), timeout_s=60)
+    manager = CheckpointManager(root, TrainState(model=model, optimizer=optimizer), timeout_s=250)
     if load:
         manager.restore()
     else:

@@ -39,7 +39,7 @@ def drift(root: str) -> list[Any]:
     CheckpointManager(f"{root}/same", state, check_replicas="raise").save(mode="sync")
     if rank == 2:
         state.optimizer.state[plain.module.weight]["exp_avg"][1, 2] += 1e-6  # type: ignore[union-attr]
-    loud = CheckpointManager(f"{root}/ddp", state, check_replicas="raise", timeout_s=60)
+    loud = CheckpointManager(f"{root}/ddp", state, check_replicas="raise", timeout_s=250)
     found.append(outcome(lambda: loud.save(mode="sync")))
     CheckpointManager(f"{root}/warned", state).save(mode="sync")
     CheckpointManager(f"{root}/off", state, check_replicas="off").save(mode="sync")
@@ -51,7 +51,7 @@ def drift(root: str) -> list[Any]:
     CheckpointManager(f"{root}/same-hybrid", state, check_replicas="raise").save(mode="sync")
     if rank == 3:
         hybrid.weight.to_local().data.view(-1)[7] += 1e-6  # type: ignore[union-attr]
-    loud = CheckpointManager(f"{root}/hybrid", state, check_replicas="raise", timeout_s=60)
+    loud = CheckpointManager(f"{root}/hybrid", state, check_replicas="raise", timeout_s=250)
     found.append(outcome(lambda: loud.save(mode="sync")))
     return [*found, [text for text in records if "replicas" in text], tree(f"{root}/ddp")]
 
@@ -79,7 +79,7 @@ def cursor_state(root: str, save: bool) -> Any:
     rank = dist.get_rank()
     data = Holder({"done": [10 * rank, 10 * rank + 1], "seen": torch.full((rank,), rank)})
     state = TrainState(data=data, reshard={"data": share_out})
-    with CheckpointManager(root, state, timeout_s=60) as manager:
+    with CheckpointManager(root, state, timeout_s=250) as manager:
         if save:
             manager.save(mode="sync")
             return None
@@ -114,7 +114,7 @@ def odd_states(root: str) -> list[Any]:
     shard = DTensor.from_local(torch.full((2,), rank), mesh, [Shard(0)], run_check=False)
     own = Holder(RankLocal({"keys": {f"only{rank}": rank}, "shard": shard}))
     manager = CheckpointManager(
-        f"{root}/odd", TrainState(extra={"part": part, "own": own}), timeout_s=60
+        f"{root}/odd", TrainState(extra={"part": part, "own": own}), timeout_s=250
     )
     manager.save(mode="sync")
     before = canonical(part.state), own.state.value["keys"]
@@ -128,13 +128,13 @@ def odd_states(root: str) -> list[Any]:
         torch.ones(1 + rank, 2), mesh, [Shard(0)], run_check=False, shape=(3, 2), stride=(2, 1)
     )
     manager = CheckpointManager(
-        f"{root}/uneven", TrainState(extra={"u": Holder({"t": uneven})}), timeout_s=60
+        f"{root}/uneven", TrainState(extra={"u": Holder({"t": uneven})}), timeout_s=250
     )
     found.append(outcome(lambda: manager.save(mode="sync")))
     late = TrainState()
     late.progress.step = 5 + rank
     found.append(
-        outcome(lambda: CheckpointManager(f"{root}/late", late, timeout_s=60).save(mode="sync"))
+        outcome(lambda: CheckpointManager(f"{root}/late", late, timeout_s=250).save(mode="sync"))
     )
     return [*found, tree(f"{root}/uneven"), tree(f"{root}/late")]
 
@@ -155,7 +155,7 @@ def test_ranks_with_odd_states(tmp_path: Path) -> None:
 
 def goes_on_after_damage(root: str) -> list[Any]:
     state = TrainState(extra={"t": Holder({"t": torch.arange(4)})})
-    manager = CheckpointManager(root, state, timeout_s=60)
+    manager = CheckpointManager(root, state, timeout_s=250)
     for _ in range(2):
         state.progress.advance()
         manager.save(mode="sync")
@@ -178,7 +178,7 @@ def test_a_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
 
 def draws(root: str, save: bool) -> Any:
     state = TrainState()
-    manager = CheckpointManager(root, state, timeout_s=60)
+    manager = CheckpointManager(root, state, timeout_s=250)
     torch.manual_seed(dist.get_rank())
     if save:
         manager.save(mode="sync")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.few_ranks
 MIB = 1 << 20
 
 
-def run(program: str, *arguments: object, timeout_s: int = 200) -> list[str]:
+def run(program: str, *arguments: object, timeout_s: int = 280) -> list[str]:
     """Run a program in an interpreter of its own; return its output, one line each."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],

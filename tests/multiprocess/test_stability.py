@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, find_che
 from fsdp_ckpt.commit.rollback import read_history
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
+from tests.endings import die_together
 
 pytestmark = pytest.mark.few_ranks
 
@@ -94,7 +94,7 @@ class Job:
             save=SAVES,
             spikes=spikes,
             options=SaveOptions(mode="sync"),
-            timeout_s=60,
+            timeout_s=250,
         )
         order = epoch_order()
         start, stop = ((step - 1) * GLOBAL_BATCH for step in (poison.start, poison.stop))
@@ -117,7 +117,7 @@ class Job:
                 self.loss(ids).backward()
                 if has_gone_back and progress.step + 1 == kill_at:
                     Path(f"{log}{self.rank}").write_text(json.dumps(self.records))
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die_together(f"{log}dies")
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 self.scheduler.step()

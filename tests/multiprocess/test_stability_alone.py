@@ -61,7 +61,7 @@ class Job:
         )
         how.setdefault("save", SavePolicy(every_steps=5, on_signal=False))
         how.setdefault("options", SaveOptions(mode="sync"))
-        self.manager = CheckpointManager(root, self.state, timeout_s=60, **how)
+        self.manager = CheckpointManager(root, self.state, timeout_s=250, **how)
         self.loss_of = loss_of
         self.lrs: list[float] = []
         self.ids: list[list[int]] = []

@@ -152,5 +152,5 @@ def run_together(call: Callable[[], None], num_threads: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(250)
         assert not thread.is_alive()

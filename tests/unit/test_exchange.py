@@ -65,7 +65,7 @@ def test_threads_take_at_once() -> None:
     together = threading.Barrier(2)
 
     def take(mine: Iterable[int]) -> None:
-        together.wait(timeout=60)
+        together.wait(timeout=250)
         for at in mine:
             exchange.take(0, at, image[at : at + 4096])
 
