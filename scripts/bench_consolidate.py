@@ -240,7 +240,7 @@ def main() -> int:
     num_rounds = args.rounds or (3 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="bench-consolidate-", dir=args.folder) as folder:
         root = Path(folder)
-        timeout_s = 120 + 60 * model_bytes / 2**30
+        timeout_s = 500 + 60 * model_bytes / 2**30
         num_bytes = run_ranks(
             save, NUM_RANKS, folder, model_bytes, timeout_s=timeout_s, env=over_tcp()
         ).values[0]

@@ -138,7 +138,7 @@ def main() -> int:
                 root,
                 state_bytes,
                 num_rounds,
-                timeout_s=60 + 30 * num_rounds,
+                timeout_s=500 + 30 * num_rounds,
                 env=over_tcp(),
             ).values
             times |= combine([spans for _, spans in ranks])

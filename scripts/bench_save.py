@@ -267,7 +267,7 @@ def main() -> int:
             args.writer,
             num_rounds,
             args.quick,
-            timeout_s=60 + 60 * num_rounds,
+            timeout_s=500 + 60 * num_rounds,
             env=over_tcp(),
         ).values
     times = combine([spans for _, spans, _ in ranks])

@@ -14,6 +14,7 @@ import faulthandler
 import importlib.util
 import os
 import pickle
+import random
 import resource
 import signal
 import socket
@@ -22,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import connection, forkserver, get_context
@@ -35,6 +37,7 @@ __all__ = ["RankResult", "RanksFailedError", "RanksResult", "over_tcp", "run_ran
 LOG_TAIL_LINES = 40
 # How long a signalled rank may take to write its stacks and die, on a machine that is busy.
 STOP_PATIENCE_S = 60.0
+MEETING = {"MASTER_ADDR", "MASTER_PORT"}
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 
 
@@ -114,18 +117,27 @@ class _Job:
     @property
     def init_method(self) -> str:
         """How ranks meet."""
-        is_over_tcp = {"MASTER_ADDR", "MASTER_PORT"} <= set(self.env)
-        return "env://" if is_over_tcp else f"file://{self.folder / 'rendezvous'}"
+        return "env://" if self.env.keys() >= MEETING else f"file://{self.folder / 'rendezvous'}"
 
     def path(self, rank: int, suffix: str) -> Path:
         return self.folder / f"rank-{rank}.{suffix}"
 
 
 def over_tcp() -> dict[str, str]:
-    """Return the environment in which ranks meet over TCP, at a port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    """Return the environment in which ranks meet over TCP, at a port that is free now.
+
+    It is none of those that the system gives to whoever asks for any: such a one could be taken again before
+    rank 0 comes to listen.
+    """
+    try:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except FileNotFoundError:  # not Linux: where they begin on most systems
+        end = 32768
+    # The program's own random numbers stay as they are.
+    for port in random.SystemRandom().sample(range(min(10_000, end - 1000), end), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    raise RuntimeError(f"no port below {end} is free on 127.0.0.1")
 
 
 def run_ranks(
@@ -197,10 +209,10 @@ def _processes(job: _Job) -> list[BaseProcess]:
     """Make the ranks' processes: fresh ones, which share nothing with this process.
 
     They are forked from a server that has loaded torch and has no threads: to load it takes each rank seconds
-    of a core. With variables of its own a rank must load torch itself.
+    of a core. With variables of its own a rank must load torch itself, unless they say just where to meet.
     """
     ranks = range(job.world_size)
-    if job.env:
+    if job.env.keys() - MEETING:
         spawn = get_context("spawn")
         return [spawn.Process(target=_run_rank, args=(job, rank)) for rank in ranks]
     fork = get_context("forkserver")

@@ -51,14 +51,14 @@ def report(
     if as_json:
         spread = {
             name: {
-                "median_s": round(statistics.median(s), 4),
-                "min_s": round(min(s), 4),
-                "max_s": round(max(s), 4),
+                "median_s": _digits(statistics.median(s)),
+                "min_s": _digits(min(s)),
+                "max_s": _digits(max(s)),
                 "rounds": len(s),
             }
             for name, s in times.items()
         }
-        return json.dumps({**{n: round(r, 3) for n, r in ratios.items()}, "times": spread})
+        return json.dumps({**{n: _digits(r) for n, r in ratios.items()}, "times": spread})
     lines = [f"{'':34}{'median':>10}{'min':>10}{'max':>10}{'GiB/s':>8}"]
     lines += [_row(name, seconds, num_bytes.get(name)) for name, seconds in times.items()]
     lines.append("")
@@ -66,6 +66,11 @@ def report(
         goal = goals[name].describe(ratio) if name in goals else ""
         lines.append(f"{name:34}{ratio:10.3f}   {goal}".rstrip())
     return "\n".join(lines)
+
+
+def _digits(value: float) -> float:
+    """Return a figure as far as it says anything; what is not zero stays so, however small."""
+    return float(f"{value:.4g}")
 
 
 def _row(name: str, seconds: Sequence[float], num_bytes: int | None) -> str:
