@@ -38,7 +38,13 @@ LOG_TAIL_LINES = 40
 # How long a signalled rank may take to write its stacks and die, on a machine that is busy.
 STOP_PATIENCE_S = 60.0
 MEETING = {"MASTER_ADDR", "MASTER_PORT"}
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # by the first optimizer
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "fsdp_ckpt.manager",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +214,7 @@ def run_ranks(
 def _processes(job: _Job) -> list[BaseProcess]:
     """Make the ranks' processes: fresh ones, which share nothing with this process.
 
-    They are forked from a server that has loaded torch and has no threads: to load it takes each rank seconds
+    They are forked from a server that has loaded torch and us, and has no threads: it takes a rank seconds
     of a core. With variables of its own a rank must load torch itself, unless they say just where to meet.
     """
     ranks = range(job.world_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import subprocess
@@ -262,7 +263,7 @@ def early(root: str) -> list[dict[str, Any]]:
             job.step()
             job.ema["notes"].append(note)
         if number and dist.get_rank() == 1:
-            store.wait([f"copied {number}"], datetime.timedelta(seconds=120))
+            store.wait([f"copied {number}"], datetime.timedelta(seconds=PATIENCE_S))
         expected = job.bits()
         if note == "twice":
             found.append({**outcome(job.manager.save), "taken": taken[-1]})
@@ -371,32 +372,65 @@ def test_a_busy_rank_is_an_error_on_all_where_asked(tmp_path: Path) -> None:
         assert found["then"] == 2
 
 
-ENDINGS = {"return": "", "exit": "sys.exit(3)", "exception": "raise ValueError('mine')"}
+ENDINGS = {"return": 0, "exit": 3, "exception": 1}  # and their exit codes
+WRITERS = ("process", "thread")
+# Loads torch once, and what the first optimizer loads; each child goes on below the loop as a program of
+# its own, to the interpreter's end.
+PROGRAMS = """
+import json, os, sys
+import torch._dynamo
+from tests.multiprocess.test_async_save import ENDINGS, WRITERS, Job
+
+folder, codes = sys.argv[1], {}
+for name in [f"{ending}-{writer}" for ending in ENDINGS for writer in WRITERS]:
+    pid = os.fork()
+    if pid == 0:
+        break
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+else:
+    print(json.dumps(codes))
+    sys.exit()
+
+ending, writer = name.split("-")
+errors = os.open(f"{folder}/{name}.log", os.O_WRONLY | os.O_CREAT)
+os.dup2(errors, 1)
+os.dup2(errors, 2)
+job = Job(f"{folder}/{name}", width=1024, mode="lazy", writer=writer)
+job.step()
+job.manager.save()
+if ending == "exit":
+    sys.exit(3)
+if ending == "exception":
+    raise ValueError("mine")
+"""
 
 
-@pytest.mark.parametrize("writer", ["process", "thread"])
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_a_program_may_end_right_after_a_save(tmp_path: Path, ending: str, writer: str) -> None:
-    """Without close: the save is committed, and the program ends as it wanted to."""
-    program = f"""
-        import sys
-        from tests.multiprocess.test_async_save import Job
-        job = Job(sys.argv[1], width=1024, mode="lazy", writer="{writer}")
-        job.step()
-        job.manager.save()
-        {ENDINGS[ending]}
-    """
-    root = tmp_path / "run"
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """The folder of what programs with every ending have left, and their exit codes."""
+    folder = tmp_path_factory.mktemp("programs")
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), root],
+        [sys.executable, "-c", PROGRAMS, folder],
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
-        check=False,
+        timeout=2 * PATIENCE_S,
+        check=True,
     )
-    assert done.returncode == {"return": 0, "exit": 3, "exception": 1}[ending], done.stderr
-    assert ("ValueError: mine" in done.stderr) == (ending == "exception")
-    assert manifests(str(root)) == ["step-000000001"]
+    return folder, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_may_end_right_after_a_save(
+    programs: tuple[Path, dict[str, int]], ending: str, writer: str
+) -> None:
+    """Without close: the save is committed, and the program ends as it wanted to."""
+    folder, codes = programs
+    name = f"{ending}-{writer}"
+    told = (folder / f"{name}.log").read_text()
+    assert codes[name] == ENDINGS[ending], told
+    assert ("ValueError: mine" in told) == (ending == "exception")
+    assert manifests(str(folder / name)) == ["step-000000001"]
 
 
 def test_a_program_that_ends_tells_of_a_save_that_failed(tmp_path: Path) -> None:

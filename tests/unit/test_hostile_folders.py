@@ -249,7 +249,7 @@ def test_damage_of_many_files_is_told_quickly(root: Path) -> None:
     checkpoint = Checkpoint.open(LocalStore(str(root)).child(FOLDER))
     start = time.process_time()
     found = list(find_damage(checkpoint))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 20
     assert len(found) == num_ranks
     assert "it holds w.0" in str(found[0])
 
