@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 from fsdp_ckpt.commit.catalog import CheckpointInfo
@@ -99,8 +100,10 @@ class Persister:
         return future
 
     def finish(self) -> None:
-        """Return when nothing is under way."""
+        """Return when nothing is under way, and all that follows a commit on its thread is done too."""
         wait(list(self._open))
+        with suppress(RuntimeError):  # closed, which finishes
+            self._commits.submit(int).result()
 
     def close(self) -> None:
         """Finish, and end the threads and the writer process."""

@@ -92,6 +92,11 @@ class Job:
             else:
                 progress.next_epoch()
 
+    def settle(self) -> None:
+        """Wait for what is done behind training after a commit."""
+        self.manager._saver.finish()
+        self.manager._life._keeper.finish()
+
     def bits(self) -> Any:
         return live_bits(self.model, self.optimizer, progress=self.state.progress)
 
@@ -466,7 +471,9 @@ def test_candidates_live_until_they_are_judged(tmp_path: Path) -> None:
         spikes=spikes,
         save=SavePolicy(every_steps=2, on_signal=False),
     )
-    job.run(20)
+    for step in range(2, 21, 2):
+        job.run(step)
+        job.settle()  # what is deleted when is what this is about
     job.manager.close()
     root = LocalStore(str(tmp_path))
     # 2 was good at 9 and kept 8 as the next one, which was good at 15 and kept 14.
@@ -501,7 +508,9 @@ def test_what_fails_behind_training_fails_no_save(
     root = LocalStore(str(tmp_path))
     with FaultPlan(Fault("fail", verbs=("delete",), key="*/manifest.json", count=1)) as plan:
         job = Job(FaultStore(root, plan), keep=RetentionPolicy(last=1))
-        job.run(15)
+        for step in (5, 10, 15):
+            job.run(step)
+            job.settle()  # or one try would be for several commits
         job.manager.close()
     assert "could not look after the checkpoints now" in caplog.text
     assert [f.step for f in whole(root)] == [15]
