@@ -81,7 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
-            timeout=600,
+            timeout=1100,
             check=False,
         )
         assert done.returncode == 0
@@ -89,7 +89,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 @pytest.mark.s3
-@pytest.mark.timeout(900)  # the first one waits for the crashes of all
+@pytest.mark.timeout(1200)  # the first one waits for the crashes of all
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("store", STORES)
 def test_a_save_may_crash_at_any_operation(

@@ -62,7 +62,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=Path(__file__).parents[2],
         env=env,
         stdout=subprocess.PIPE,
-        timeout=250,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0
