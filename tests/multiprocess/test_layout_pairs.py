@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,12 +132,10 @@ def outcomes(root: str) -> dict[int, list[tuple[int, list[str]]]]:
     train_and_save(Live.of(Net(0)), f"{root}/1/plain", used=True)
     for world_size in (4, 2):
         run_ranks(save_layouts, world_size, root, env=over_tcp())
-
-    def load(world_size: int) -> list[tuple[int, list[str]]]:
-        return run_ranks(load_into_layouts, world_size, root, timeout_s=800, env=over_tcp()).values
-
-    with ThreadPoolExecutor(2) as threads:  # ranks wait for each other most of the time
-        return dict(zip((4, 2), threads.map(load, (4, 2)), strict=True))
+    return {
+        n: run_ranks(load_into_layouts, n, root, timeout_s=800, env=over_tcp()).values
+        for n in (4, 2)
+    }
 
 
 @pytest.mark.parametrize("world_size", [4, 2])
