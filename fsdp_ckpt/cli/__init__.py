@@ -1,7 +1,8 @@
 """The ``fsdp-ckpt`` command: one module per subcommand, each with ``add_parser`` and ``run``.
 
 Results go to stdout, as text or as one JSON document; everything else goes to stderr. The exit code is 0 only
-when all is well, 1 on an error or damage, 2 on wrong usage. Nothing here loads torch.
+when all is well, 1 on an error or damage, 2 on wrong usage; of diff, 1 is an answer and errors are 2.
+Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -10,13 +11,24 @@ import argparse
 import os
 import sys
 
-from fsdp_ckpt.cli import consolidate, import_hf, interval, ls, pin, prune, reshard, show, verify
+from fsdp_ckpt.cli import (
+    consolidate,
+    diff,
+    import_hf,
+    interval,
+    ls,
+    pin,
+    prune,
+    reshard,
+    show,
+    verify,
+)
 from fsdp_ckpt.errors import CheckpointError
 from fsdp_ckpt.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval)
+COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval, diff)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except CheckpointError as e:
         print(f"fsdp-ckpt: error: {e}", file=sys.stderr)
-        return 1
+        return getattr(arguments, "error_code", 1)
     except BrokenPipeError:
         # The reader (``head``) has enough. Python flushes stdout again at exit, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

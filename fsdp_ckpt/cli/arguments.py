@@ -21,6 +21,7 @@ __all__ = [
     "Commands",
     "add_checkpoint",
     "add_json",
+    "add_patterns",
     "add_root",
     "add_threads",
     "no_checkpoint",
@@ -69,6 +70,18 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def add_root(parser: argparse.ArgumentParser) -> None:
     """Add ``ROOT``, a run's."""
     parser.add_argument("root", metavar="ROOT", help="a path, or a URL such as s3://bucket/run")
+
+
+def add_patterns(parser: argparse.ArgumentParser) -> None:
+    """Add ``--include`` and ``--exclude``."""
+    for name, what in (("--include", "keep only"), ("--exclude", "leave out")):
+        parser.add_argument(
+            name,
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help=f"{what} tensors of names such as 'model.layers.*'; repeatable",
+        )
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from fsdp_ckpt.cli.arguments import (
     add_checkpoint,
     add_json,
+    add_patterns,
     parse_dtype,
     parse_rename,
     parse_size,
@@ -108,14 +109,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSON object of names and what they become; goes before --rename",
     )
-    for name, what in (("--include", "keep only"), ("--exclude", "leave out")):
-        parser.add_argument(
-            name,
-            action="append",
-            default=[],
-            metavar="PATTERN",
-            help=f"{what} tensors of names such as 'model.layers.*'; repeatable",
-        )
+    add_patterns(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp_ckpt.plan.dtypes import itemsize
 
-__all__ = ["FLOATING", "TARGETS", "Bits", "bits_dtype", "cast"]
+__all__ = ["FLOATING", "TARGETS", "Bits", "bits_dtype", "cast", "decode"]
 
 Bits = np.ndarray[Any, np.dtype[Any]]  # elements as unsigned integers of their size
 
@@ -41,13 +41,18 @@ def cast(source: Bits, dtype: str, target_dtype: str) -> tuple[Bits, int]:
     if dtype == target_dtype:
         return source, 0
     with np.errstate(over="ignore", invalid="ignore"):
-        values = _DECODE[dtype](source)
+        values = decode(source, dtype)
         bits, encoded = _ENCODE[target_dtype](values)
     infinite = np.isinf(encoded)
     num_infinite = int(np.count_nonzero(infinite))
     if num_infinite:
         num_infinite -= int(np.count_nonzero(infinite & np.isinf(values)))
     return bits, num_infinite
+
+
+def decode(source: Bits, dtype: str) -> Bits:
+    """Return the numbers, as float32 or float64, that the bits of a floating-point dtype stand for."""
+    return _DECODE[dtype](source)
 
 
 def _table(exponent_bits: int, mantissa_bits: int, *, has_infinity: bool) -> Bits:

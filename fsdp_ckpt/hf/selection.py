@@ -21,11 +21,11 @@ from fsdp_ckpt.hf.layout import OutputTensor
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
 
-__all__ = ["Selected", "Selection", "What", "select_tensors"]
+__all__ = ["ROOTS", "Selected", "Selection", "What", "named_rows", "select_tensors", "short_name"]
 
 What: TypeAlias = Literal["model", "optimizer", "all", "ema"]
 # Where each of them stands in the state, and with what its files' names begin.
-_ROOTS: dict[What, Path] = {
+ROOTS: dict[What, Path] = {
     "model": ("model",),
     "optimizer": ("optimizer",),
     "all": (),
@@ -121,7 +121,7 @@ def select_tensors(checkpoint: Checkpoint, selection: Selection) -> Selected:
             is each rank's own, so that there is no one model.
     """
     manifest = checkpoint.manifest
-    named = list(_named_rows(manifest, selection))
+    named = list(named_rows(manifest, selection))
     own = list(_names_under(manifest.own_paths, selection))
     if own and selection.what in ("model", "ema"):
         raise MismatchError(
@@ -151,11 +151,11 @@ def select_tensors(checkpoint: Checkpoint, selection: Selection) -> Selected:
     return Selected(tensors=tensors, rows=rows, left_out=left_out)
 
 
-def _named_rows(manifest: Manifest, selection: Selection) -> Iterator[tuple[str, TensorRow]]:
+def named_rows(manifest: Manifest, selection: Selection) -> Iterator[tuple[str, TensorRow]]:
     """Yield the names, before any renaming, and rows of the tensors that are asked for."""
-    root = _ROOTS[selection.what]
+    root = ROOTS[selection.what]
     rows = [row for row in manifest.tensors if _is_under(row.path, root)]
-    names = {row.name: _short_name(row.path, selection.what) for row in rows}
+    names = {row.name: short_name(row.path, selection.what) for row in rows}
     if selection.what == "ema" and any(n.startswith("module.") for n in names.values()):
         # torch's AveragedModel holds the model as its ``module``, beside a count of averages.
         rows = [row for row in rows if names[row.name].startswith("module.")]
@@ -165,15 +165,15 @@ def _named_rows(manifest: Manifest, selection: Selection) -> Iterator[tuple[str,
             yield names[row.name], row
 
 
-def _short_name(path: Path, what: What) -> str:
+def short_name(path: Path, what: What) -> str:
     """Return a tensor's name without what all of them have in common."""
     # ("optimizer", "state", parameter, key)
-    common = 2 if what == "optimizer" and path[1] == "state" else len(_ROOTS[what])
+    common = 2 if what == "optimizer" and path[1] == "state" else len(ROOTS[what])
     return path_name(path[common:])
 
 
 def _names_under(paths: Iterable[Path], selection: Selection) -> Iterator[str]:
-    root = _ROOTS[selection.what]
+    root = ROOTS[selection.what]
     return (path_name(path[len(root) :]) for path in paths if _is_under(path, root))
 
 
@@ -193,7 +193,7 @@ def _check_key_map(selection: Selection, names: set[str]) -> None:
 
 def _nothing_there(checkpoint: Checkpoint, selection: Selection) -> NotFoundError:
     manifest = checkpoint.manifest
-    root = path_name(_ROOTS[selection.what])
+    root = path_name(ROOTS[selection.what])
     there = list(dict.fromkeys(path_name(row.path[:2]) for row in manifest.tensors))
     shown = ", ".join(there[:SHOWN]) + (", ..." if len(there) > SHOWN else "")
     kind = "no model weights" if selection.what == "model" else f"no tensors of {selection.what}"

@@ -1,0 +1,1 @@
+"""Two checkpoints, or one and a model's files: what differs, and whether they fit."""
