@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint, step_folder
 from fsdp_ckpt.commit.current_branch import CurrentBranch
+from fsdp_ckpt.commit.load_cost import keeps_own
 from fsdp_ckpt.commit.rollback import history_from_json
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner, matches
 from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
@@ -153,7 +154,7 @@ class _Restore:
         self._reader.set_up(
             rank=self._group.rank,
             world_size=self._group.world_size,
-            keep_own=lambda name: name.startswith("rng."),
+            keep_own=keeps_own,
         )
         self._planner = ReshardLoadPlanner(
             allow_missing=allowed.missing,

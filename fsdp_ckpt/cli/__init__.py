@@ -18,6 +18,7 @@ from fsdp_ckpt.cli import (
     interval,
     ls,
     pin,
+    plan,
     prune,
     reshard,
     show,
@@ -28,7 +29,7 @@ from fsdp_ckpt.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval, diff)
+COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval, diff, plan)
 
 
 def main(argv: list[str] | None = None) -> int:

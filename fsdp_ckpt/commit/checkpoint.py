@@ -260,7 +260,7 @@ class Checkpoint:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
             StorageError: The store failed in a way that may pass.
         """
-        spans = self._spans(pieces)
+        spans = self.spans(pieces)
         buffers = {INLINE: (0, memoryview(self._inline_image))}
         calls: list[Callable[[], None]] = []
         for rank in list(spans):
@@ -279,7 +279,7 @@ class Checkpoint:
         run_all(calls, num_threads or THREADS_PER_READ * self.store.concurrency)
         return SourceImages(buffers)
 
-    def _spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:
+    def spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:
         """Return, for each rank's file, what is wanted and from where to where it reaches."""
         spans: dict[int, Span] = {}
         for piece in pieces:

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece, SourceImages
+from fsdp_ckpt.commit.rank_pieces import PieceFinder
 from fsdp_ckpt.dcp.live import CODEC, torch_dtype
 from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.dcp.moves import by_rank, plan_moves
-from fsdp_ckpt.dcp.pieces import PieceFinder, piece_tensor
+from fsdp_ckpt.dcp.pieces import item_piece, piece_tensor
 from fsdp_ckpt.errors import MismatchError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
@@ -205,7 +206,7 @@ class ShardedStorageReader(StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn
             if item.type == LoadItemType.TENSOR:
-                pieces.append((item, finder.tensor_piece(item)))
+                pieces.append((item, item_piece(finder, item)))
             elif name in own_values:
                 values.append((item, own_values[name]))
             elif name in partial and name not in own_tensors and finder.has_own(name):

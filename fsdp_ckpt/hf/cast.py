@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_ckpt.plan.dtypes import itemsize
+from fsdp_ckpt.plan.dtypes import FLOATING, itemsize
 
 __all__ = ["FLOATING", "TARGETS", "Bits", "bits_dtype", "cast", "decode"]
 
 Bits = np.ndarray[Any, np.dtype[Any]]  # elements as unsigned integers of their size
 
-FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 TARGETS = ("BF16", "F16", "F32", "F64")
 
 

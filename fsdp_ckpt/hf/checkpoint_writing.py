@@ -27,10 +27,9 @@ from fsdp_ckpt.plan.balance import assign_replicas
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.plan.image import ImageLayout
-from fsdp_ckpt.plan.layouts import Mesh, MeshLayout, Placement
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["OwnState", "place_rows", "sharded_layout", "write_checkpoint"]
+__all__ = ["OwnState", "place_rows", "write_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +43,6 @@ class OwnState:
 
     tensors: Mapping[Path, Piece] = field(default_factory=dict)
     values: Mapping[Path, Json] = field(default_factory=dict)
-
-
-def sharded_layout(world_size: int, *, is_sharded: bool) -> MeshLayout:
-    """Return what FSDP2 does on ``world_size`` ranks: dim 0 is cut, or every rank holds all."""
-    return MeshLayout(Mesh.world(world_size), (Placement(0 if is_sharded else None),))
 
 
 def place_rows(rows: Sequence[TensorRow], world_size: int) -> tuple[TensorRow, ...]:

@@ -17,10 +17,11 @@ from fsdp_ckpt.commit.catalog import list_steps, step_folder
 from fsdp_ckpt.commit.publish import holds_checkpoint
 from fsdp_ckpt.commit.source_images import Piece, SourceImages
 from fsdp_ckpt.errors import AlreadyCommittedError
-from fsdp_ckpt.hf.checkpoint_writing import place_rows, sharded_layout, write_checkpoint
+from fsdp_ckpt.hf.checkpoint_writing import place_rows, write_checkpoint
 from fsdp_ckpt.hf.model_files import ModelFiles, open_model_files
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.plan.box import Box
+from fsdp_ckpt.plan.targets import sharded_layout
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
 

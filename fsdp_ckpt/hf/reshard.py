@@ -20,17 +20,15 @@ from fsdp_ckpt.commit.catalog import SkippedCheckpoint, step_folder
 from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece, SourceImages
 from fsdp_ckpt.commit.locate import locate_checkpoint
 from fsdp_ckpt.errors import MismatchError
-from fsdp_ckpt.hf.cast import FLOATING
 from fsdp_ckpt.hf.checkpoint_writing import (
     OwnState,
     place_rows,
-    sharded_layout,
     write_checkpoint,
 )
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.box import Box
-from fsdp_ckpt.plan.layouts import FlatLayout, MeshLayout
+from fsdp_ckpt.plan.targets import sharded_layout, sharded_rows
 from fsdp_ckpt.storage.open import open_store
 
 __all__ = ["ReshardReport", "reshard"]
@@ -174,11 +172,10 @@ class _Shares:
 
     def _rows(self) -> tuple[TensorRow, ...]:
         rows = [row for row in self._manifest.tensors if not self._is_dropped(row.path)]
-        any_cut = any(_is_cut(row) for row in rows)
+        sharded = sharded_rows([(row.dtype, row.shape, row.layout) for row in rows])
         varying = () if self._resized else set(self._manifest.varying)
         placed = []
-        for row in rows:
-            is_sharded = bool(row.shape) and (_is_cut(row) if any_cut else row.dtype in FLOATING)
+        for row, is_sharded in zip(rows, sharded, strict=True):
             layout = sharded_layout(self._world_size, is_sharded=is_sharded)
             # Where ranks differ, the rank whose content is the global one must stay it.
             placed.append(row if row.path in varying else dataclasses.replace(row, layout=layout))
@@ -231,14 +228,6 @@ class _Shares:
     def _is_dropped(self, path: Path) -> bool:
         name = path_name(path)
         return any(fnmatchcase(name, p) or name.startswith(f"{p}.") for p in self._drop)
-
-
-def _is_cut(row: TensorRow) -> bool:
-    """Whether its layout gives each rank a part."""
-    layout = row.layout
-    if isinstance(layout, MeshLayout):
-        return any(placement.dim is not None for placement in layout.placements)
-    return isinstance(layout, FlatLayout) or len(layout.listed) > 1
 
 
 class _CheckpointSource:

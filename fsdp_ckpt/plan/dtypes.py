@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fsdp_ckpt.errors import CorruptCheckpointError
 
-__all__ = ["itemsize", "stored_form"]
+__all__ = ["FLOATING", "itemsize", "stored_form"]
+
+FLOATING = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 # Name in the manifest -> bytes per element. Names are those of safetensors where it has one.
 _SAFETENSORS = {

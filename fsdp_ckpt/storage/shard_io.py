@@ -17,7 +17,7 @@ import xxhash
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
-__all__ = ["digest", "plan_reads", "run_all", "write_shard"]
+__all__ = ["cut_ranges", "digest", "plan_reads", "run_all", "write_shard"]
 
 READ_BYTES = 16 * 1024 * 1024
 WRITE_BYTES = 16 * 1024 * 1024
@@ -167,8 +167,6 @@ def plan_reads(
         CorruptCheckpointError: By a call: a block's digest differs.
         StorageError: By a call: the store failed, or the file is too short.
     """
-    # A piece is some whole blocks, so that every digest is checked while its bytes are in the cache.
-    piece = max(READ_BYTES // block_bytes, 1) * block_bytes
 
     def read(start: int, stop: int) -> None:
         if not is_filled:
@@ -190,6 +188,14 @@ def plan_reads(
             if take is not None:
                 take(at, block)
 
+    for start, stop in cut_ranges(ranges, block_bytes):
+        yield partial(read, start, stop)
+
+
+def cut_ranges(ranges: Iterable[tuple[int, int]], block_bytes: int) -> Iterator[tuple[int, int]]:
+    """Cut byte ranges into what one request each reads."""
+    # Some whole blocks, so that every digest is checked while its bytes are in the cache.
+    piece = max(READ_BYTES // block_bytes, 1) * block_bytes
     for first, last in ranges:
         for at in range(first, last, piece):
-            yield partial(read, at, min(at + piece, last))
+            yield at, min(at + piece, last)
