@@ -20,6 +20,7 @@ from fsdp_ckpt.cli import (
     pin,
     plan,
     prune,
+    repair,
     reshard,
     show,
     verify,
@@ -29,7 +30,20 @@ from fsdp_ckpt.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval, diff, plan)
+COMMANDS = (
+    ls,
+    show,
+    verify,
+    consolidate,
+    import_hf,
+    reshard,
+    prune,
+    pin,
+    interval,
+    diff,
+    plan,
+    repair,
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,11 +14,11 @@ import re
 
 from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.fence import Fences
+from fsdp_ckpt.commit.spareless import manifest_of_headers
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError
-from fsdp_ckpt.manifest.schema import Manifest, shard_name
+from fsdp_ckpt.manifest.schema import FileRow, Manifest, shard_name
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.manifest.tree import path_to_json
-from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.storage.shard_io import digest
 from fsdp_ckpt.storage.store import Store
 
@@ -55,12 +55,14 @@ def find_complete_attempt(
     return None
 
 
-def rebuild_manifest(store: Store, attempt: str) -> Manifest:
+def rebuild_manifest(store: Store, attempt: str, *, needs_spare: bool = True) -> Manifest:
     """Rebuild the manifest of an attempt from its shard files alone.
 
     Args:
         store: The step's folder.
         attempt: Id of the attempt.
+        needs_spare: Whether rank 0's file must hold a spare of it. Without one, whether a save had all of its
+            ranks agree before it died is not known; chunks that cover every tensor are then enough.
 
     Raises:
         NotFoundError: A rank's file is not there.
@@ -75,10 +77,8 @@ def rebuild_manifest(store: Store, attempt: str) -> Manifest:
     if not world_size or missing:
         absent = ", ".join(map(str, missing[:8])) or "0"
         raise NotFoundError(f"{where}: the file of rank {absent} is not there", key=attempt)
-    rows: list[Json] = []
-    values: list[Json] = []
-    spare: Json = None
-    steps: set[int] = set()
+    headers: list[ShardHeader] = []
+    rows: list[FileRow] = []
     for rank in range(world_size):
         name = shard_name(attempt, rank, world_size)
         header, row = _read_header(store, name, sizes.get(name.rpartition("/")[2], 0))
@@ -89,19 +89,22 @@ def rebuild_manifest(store: Store, attempt: str) -> Manifest:
                 key=name,
                 rank=rank,
             )
-        steps.add(header.step)
+        headers.append(header)
         rows.append(row)
-        values += [[path_to_json(path), value] for path, value in header.shared.items()]
-        spare = header.manifest if rank == 0 else spare
+    steps, spare = {header.step for header in headers}, headers[0].manifest
+    if len(steps) == 1 and spare is None and not needs_spare:
+        return manifest_of_headers(headers, rows, where)
     if len(steps) != 1 or not isinstance(spare, dict):
         raise CorruptCheckpointError(f"{where}: its files do not make one checkpoint", key=attempt)
-    manifest = Manifest.from_json({**spare, "files": rows, "values": values}, where)
+    files = [[row.name, row.num_bytes, row.data_offset, row.digest] for row in rows]
+    values = [[path_to_json(path), v] for header in headers for path, v in header.shared.items()]
+    manifest = Manifest.from_json({**spare, "files": files, "values": values}, where)
     if (manifest.attempt, {manifest.step}) != (attempt, steps):
         raise CorruptCheckpointError(f"{where}: its files do not make one checkpoint", key=attempt)
     return manifest
 
 
-def _read_header(store: Store, name: str, num_bytes: int) -> tuple[ShardHeader, Json]:
+def _read_header(store: Store, name: str, num_bytes: int) -> tuple[ShardHeader, FileRow]:
     where = f"{store.url}/{name}"
     length = bytearray(8)
     if num_bytes < len(length):
@@ -118,4 +121,7 @@ def _read_header(store: Store, name: str, num_bytes: int) -> tuple[ShardHeader, 
         raise CorruptCheckpointError(
             f"{where}: {num_bytes} bytes, {expected} expected; it is not whole", key=name
         )
-    return header, [name, num_bytes, data_offset, digest(bytes(region))]
+    row = FileRow(
+        name=name, num_bytes=num_bytes, data_offset=data_offset, digest=digest(bytes(region))
+    )
+    return header, row
