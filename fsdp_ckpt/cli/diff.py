@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, get_args
 from fsdp_ckpt.cli.arguments import add_json, add_patterns, positive
 from fsdp_ckpt.cli.progress import ProgressLine
 from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
-from fsdp_ckpt.compare.diff import Difference, TensorDifference, diff
+from fsdp_ckpt.compare.diff import diff
+from fsdp_ckpt.compare.difference import Difference, TensorDifference
 from fsdp_ckpt.hf.selection import What
 from fsdp_ckpt.storage.open import open_store
 

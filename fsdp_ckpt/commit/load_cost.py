@@ -8,7 +8,6 @@ so a load of such ranks makes these requests.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from fsdp_ckpt.commit.checkpoint import Checkpoint, Piece
 from fsdp_ckpt.commit.rank_pieces import PieceFinder
 from fsdp_ckpt.commit.source_images import INLINE
 from fsdp_ckpt.manifest.tree import Path, path_name
+from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.plan.image import BLOCK_BYTES, coalesce_ranges
 from fsdp_ckpt.plan.layouts import Layout
 from fsdp_ckpt.plan.targets import TargetLayout, target_layouts
@@ -118,7 +118,7 @@ def _cost(
 
 
 def _num_bytes(piece: Piece) -> int:
-    return dataclasses.replace(piece.entry, box=piece.region).num_bytes
+    return piece.region.num_elements * itemsize(piece.entry.dtype)
 
 
 def _pieces(

@@ -213,6 +213,14 @@ def test_damage_is_one_line_and_exit_code_1(tmp_path: Path, capsys: Capture, kin
     assert captured.err.count("\n") == 1
 
 
+def test_a_flipped_byte_of_data_is_not_seen(tmp_path: Path, capsys: Capture) -> None:
+    """A plan reads no data; verify does."""
+    folder = save(tmp_path / "run", nn.ParameterDict({"big": torch.zeros(2000)}))
+    DAMAGES["data"](next(folder.rglob("*.safetensors")))
+    assert planned(capsys, folder)[0] == 0
+    assert main(["verify", str(folder)]) == 1
+
+
 def test_wrong_layouts(root: Path, capsys: Capture) -> None:
     """One that there is not is wrong usage; one for other ranks is an error."""
     with pytest.raises(SystemExit) as caught:
