@@ -22,6 +22,7 @@ from fsdp_ckpt.compare.difference import (
 )
 from fsdp_ckpt.compare.sides import Content, Side, Tensor, Value, open_source, side_of
 from fsdp_ckpt.compare.streaming import Pair, measure_pairs
+from fsdp_ckpt.errors import NotFoundError
 from fsdp_ckpt.hf.selection import Selection, What
 from fsdp_ckpt.plan.box import Box
 from fsdp_ckpt.plan.dtypes import itemsize
@@ -54,7 +55,7 @@ def diff(
         watch: Called with the bytes compared and those to compare.
 
     Raises:
-        NotFoundError: Nothing to compare at one of the two.
+        NotFoundError: Nothing there at one of the two, or nothing of what is asked for at either.
         CorruptCheckpointError: One of them is damaged.
         StorageError: A store failed.
     """
@@ -63,6 +64,11 @@ def diff(
         what = "all" if all(isinstance(s, Checkpoint) for s in sources) else "model"
     selection = Selection(what=what, include=tuple(include), exclude=tuple(exclude))
     a, b = (side_of(source, selection) for source in sources)
+    if not any(side.contents or side.own_names for side in (a, b)):
+        raise NotFoundError(
+            f"nothing to compare: of {what}, neither {a.url} nor {b.url} has a name that include and exclude "
+            "leave"
+        )
     comparison = _Comparison(a, b)
     comparison.compare()
     return comparison.measured(what, num_threads, watch)

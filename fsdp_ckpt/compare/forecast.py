@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.load_cost import RankCost, keeps_own, load_costs
+from fsdp_ckpt.hf.source import check_headers
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.targets import TargetLayout
@@ -78,6 +79,7 @@ def forecast(checkpoint: Checkpoint, target: TargetLayout) -> Forecast:
     """
     checkpoint.check_files()
     manifest = checkpoint.manifest
+    check_headers(checkpoint, range(manifest.world_size), 2 * checkpoint.store.concurrency)
     is_resized = target.world_size != manifest.world_size
     apart = list(_apart(manifest)) if is_resized else []
     problems = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ def test_layouts_are_no_difference(tmp_path: Path, capsys: Capture, world_size: 
     assert "model.frozen.weight" not in names
 
 
+def test_the_document_has_the_fields_that_are_written_down(tmp_path: Path, capsys: Capture) -> None:
+    """Every field stands in docs/commands.md."""
+    first, second = save_trained(tmp_path / "a"), save_trained(tmp_path / "b", num_steps=3)
+    text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    section = text[text.index("## diff") : text.index("## plan")]
+    document = found(capsys, first, second)[1]
+    for name in (*document, *document["tensors"][0], *document["values"][0]):
+        assert re.search(rf"\b{name}\b", section), name
+
+
 def test_parts_make_up_the_whole(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +178,14 @@ def test_filters_choose_what_is_compared(tmp_path: Path, capsys: Capture) -> Non
     assert [v["name"] for v in document["values"]] == ["progress.step"]
     document = found(capsys, first, second, "--what", "optimizer", "--exclude", "*.step")[1]
     assert {t["name"].rpartition(".")[2] for t in document["tensors"]} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_nothing_to_compare_is_no_equality(tmp_path: Path, capsys: Capture) -> None:
+    """A pattern with a slip of the pen in it does not say that all is well."""
+    save(tmp_path / "run", nn.Linear(2, 2))
+    for what in (["--include", "modle.*"], ["--what", "ema"]):
+        assert main(["diff", str(tmp_path / "run"), str(tmp_path / "run"), *what]) == 2
+        assert "nothing to compare" in capsys.readouterr().err
 
 
 F32 = np.float32

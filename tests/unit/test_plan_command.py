@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,15 @@ def test_the_same_ranks_read_their_own_files(root: Path, capsys: Capture) -> Non
     text = capsys.readouterr().out
     assert "and 4 ranks that read no more" in text
     assert text.endswith("loads\n")
+
+
+def test_the_document_has_the_fields_that_are_written_down(root: Path, capsys: Capture) -> None:
+    """Every field stands in docs/commands.md."""
+    text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    section = text[text.index("## plan") : text.index("## repair")]
+    document = planned(capsys, root, "--against", root)[1]
+    for name in (*document, *document["ranks"][0], *document["against"]):
+        assert re.search(rf"\b{name}\b", section), name
 
 
 def test_what_becomes_of_random_states(tmp_path: Path, capsys: Capture) -> None:

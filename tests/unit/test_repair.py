@@ -138,6 +138,16 @@ def test_a_dry_run_changes_nothing(
     assert main(["ls", str(root)]) == 0
 
 
+def test_the_document_has_the_fields_that_are_written_down(root: Path, capsys: Capture) -> None:
+    """Every field stands in docs/commands.md."""
+    text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    section = text[text.index("## repair") :]
+    assert main(["repair", str(root), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    for name in (*document, *document["steps"][0]):
+        assert f"`{name}`" in section or f" {name}" in section or f"{{{name}" in section, name
+
+
 def test_a_damaged_manifest_is_kept_aside(root: Path, capsys: Capture) -> None:
     """For whoever wants to look into the damage."""
     manifest = manifest_of(root, 2)
@@ -327,6 +337,23 @@ def test_a_folder_is_one_of_its_run(root: Path, capsys: Capture, monkeypatch: An
         assert (code, steps[0]["step"], steps[0]["state"]) == (1, 2, "beyond")
     (root / f"resumed-{attempt_at(1)}.json").unlink()
     assert repaired(capsys, ".")[1][0]["state"] == "repaired"
+
+
+def test_on_any_store(capsys: Capture) -> None:
+    """A URL that fsspec knows: diff, plan and repair of what is in memory."""
+    url = "memory://test-repair-on-any-store"
+    store = open_store(url)
+    for step in (1, 2):
+        put_checkpoint(store, step)
+    assert main(["diff", f"{url}/{step_folder(1)}", f"{url}/{step_folder(2)}", "--json"]) == 1
+    (tensor,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert (tensor["name"], tensor["max_abs"], tensor["num_differing"]) == ("w", 1, 2)
+    assert main(["plan", url, "--world-size", "3"]) == 0
+    capsys.readouterr()
+    for target in (url, f"{url}/{step_folder(2)}"):
+        store.child(step_folder(2)).delete("manifest.json")
+        code, steps = repaired(capsys, target)
+        assert (code, steps[0]["step"], steps[0]["state"]) == (0, 2, "repaired")
 
 
 def test_plain_dcp_checkpoints_are_rebuilt_from_their_entries(
