@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_root
-from fsdp_ckpt.cli.text import print_json
+from fsdp_ckpt.cli.text import print_json, print_line
 from fsdp_ckpt.commit.marks import pin, unpin
 from fsdp_ckpt.storage.open import open_store
 
@@ -47,5 +47,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         state = "not pinned" if arguments.unpin else "pinned"
-        print(f"step {step}: {state}{'' if has_changed else ', as before'}")
+        print_line(f"step {step}: {state}{'' if has_changed else ', as before'}")
     return 0
