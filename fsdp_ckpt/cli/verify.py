@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_checkpoint, add_json, open_named, positive
-from fsdp_ckpt.cli.progress import ProgressLine, duration_text
+from fsdp_ckpt.cli.durations import duration_text
+from fsdp_ckpt.cli.progress import ProgressLine
 from fsdp_ckpt.cli.text import bytes_text, fail, print_json, print_line
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.verify import find_damage
