@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,12 +29,19 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> LocalStore:
-    store = LocalStore(str(tmp_path / "run"))
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints and a torn attempt."""
+    folder = tmp_path_factory.mktemp("source")
     for step in (1, 2, 3):
-        put_checkpoint(store, step, publish=step != 3)
-    return store
+        put_checkpoint(LocalStore(str(folder)), step, publish=step != 3)
+    return folder
+
+
+@pytest.fixture
+def root(source: Path, tmp_path: Path) -> LocalStore:
+    shutil.copytree(source, tmp_path / "run")
+    return LocalStore(str(tmp_path / "run"))
 
 
 def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
