@@ -54,6 +54,7 @@ fuzz: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python scripts/bench_save.py
 	$(BIN)/python scripts/bench_load.py
+	$(BIN)/python scripts/bench_verify.py
 	$(BIN)/python scripts/bench_consolidate.py
 	$(BIN)/python scripts/bench_s3.py
 	$(BIN)/python scripts/bench_digest.py

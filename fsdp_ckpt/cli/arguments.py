@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from fsdp_ckpt.cli.text import warn
 from fsdp_ckpt.commit.catalog import SkippedCheckpoint
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.locate import locate_checkpoint
 from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError, NotFoundError
 from fsdp_ckpt.manifest.strict_json import parse_json
+from fsdp_ckpt.plan.dtypes import itemsize
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
 
@@ -24,6 +25,7 @@ __all__ = [
     "add_patterns",
     "add_root",
     "add_threads",
+    "any_dtype",
     "no_checkpoint",
     "open_named",
     "parse_dtype",
@@ -113,9 +115,7 @@ def open_named(arguments: argparse.Namespace) -> Checkpoint:
 def warn_of_skipped(skipped: Sequence[SkippedCheckpoint]) -> None:
     """Say on stderr which newer checkpoints were passed over."""
     for passed in skipped:
-        print(
-            f"fsdp-ckpt: warning: passed over step {passed.step}: {passed.reason}", file=sys.stderr
-        )
+        warn(f"passed over step {passed.step}: {passed.reason}")
 
 
 def parse_size(text: str) -> int:
@@ -153,6 +153,20 @@ def parse_dtype(text: str) -> str:
     if dtype is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a dtype; write bf16, fp16, fp32 or fp64")
     return dtype
+
+
+def any_dtype(text: str) -> str:
+    """Turn a dtype's name, ours (``I64``) or as of :func:`parse_dtype`, into its name in the format.
+
+    Raises:
+        argparse.ArgumentTypeError: Not one of them.
+    """
+    name = _DTYPES.get(text.lower(), text.upper())
+    try:
+        itemsize(name)
+    except CorruptCheckpointError as e:
+        raise argparse.ArgumentTypeError(f"{e}; write bf16, fp32, i64, bool or the like") from e
+    return name
 
 
 def parse_rename(text: str) -> tuple[str, str]:

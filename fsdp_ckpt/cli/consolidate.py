@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 from typing import TYPE_CHECKING, Any, get_args
 
 from fsdp_ckpt.cli.arguments import (
@@ -23,7 +22,7 @@ from fsdp_ckpt.cli.arguments import (
     warn_of_skipped,
 )
 from fsdp_ckpt.cli.progress import ProgressLine
-from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line, print_table, warn
 from fsdp_ckpt.errors import CheckpointError
 from fsdp_ckpt.hf.consolidate import consolidate
 from fsdp_ckpt.hf.copying import CopyOptions
@@ -173,7 +172,7 @@ def _print(report: ConsolidateReport, arguments: argparse.Namespace) -> None:
     ):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            print(f"fsdp-ckpt: warning: {', '.join(names[:SHOWN])}{more}: {what}", file=sys.stderr)
+            warn(f"{', '.join(names[:SHOWN])}{more}: {what}")
     if arguments.json:
         print_json({**dataclasses.asdict(report), "dry_run": arguments.dry_run})
         return
@@ -182,7 +181,7 @@ def _print(report: ConsolidateReport, arguments: argparse.Namespace) -> None:
         rows = [(name, sizes[name], key) for name in report.files for key in report.keys[name]]
         print_table(("FILE", "SIZE", "KEY"), rows, right=(1,))
     would = "would write " if arguments.dry_run else ""
-    print(
+    print_line(
         f"{would}step {report.step} -> {report.output}: {report.num_tensors} tensors, "
         f"{bytes_text(report.total_bytes)}, in {len(report.files)} file(s)"
     )

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_threads, positive
-from fsdp_ckpt.cli.text import bytes_text, print_json
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line
 from fsdp_ckpt.hf.importer import import_model
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(dataclasses.asdict(report))
     else:
-        print(
+        print_line(
             f"{report.source} -> {report.output}: {report.num_tensors} tensors, "
             f"{bytes_text(report.total_bytes)}, for {report.world_size} rank(s)"
         )

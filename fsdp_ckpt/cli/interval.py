@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.cli.arguments import add_json, positive
 from fsdp_ckpt.cli.durations import duration_text, parse_duration
-from fsdp_ckpt.cli.text import print_json, print_table
+from fsdp_ckpt.cli.text import print_json, print_line, print_table
 from fsdp_ckpt.stability.interval import daly_interval, lost_fraction, young_interval
 
 if TYPE_CHECKING:
@@ -106,18 +106,19 @@ def _row(
 
 def _print_text(document: dict[str, Any]) -> None:
     of = "" if document["ranks"] is None else f" on {document['ranks']} ranks"
-    print(
+    print_line(
         f"save every {duration_text(document['interval_s'])}: {document['lost_fraction']:.2%} of the time is "
         f"lost{of}, at {duration_text(document['cost_s'])} per save and a failure every "
-        f"{duration_text(document['mtbf_s'])}\n"
+        f"{duration_text(document['mtbf_s'])}"
     )
+    print_line()
     print_table(
         ("INTERVAL", "LOST", "RANK-HOURS A DAY"),
         [(duration_text(row["interval_s"]), *_lost(row)) for row in document["intervals"]],
         right=(0, 1, 2),
     )
     if document["sizes"]:
-        print()
+        print_line()
         print_table(
             ("RANKS", "FAILURE EVERY", "INTERVAL", "LOST", "RANK-HOURS A DAY"),
             [

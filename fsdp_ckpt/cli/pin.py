@@ -6,7 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_root
-from fsdp_ckpt.cli.text import print_json
+from fsdp_ckpt.cli.text import print_json, print_line
+from fsdp_ckpt.commit.locate import locate_checkpoint
 from fsdp_ckpt.commit.marks import pin, unpin
 from fsdp_ckpt.storage.open import open_store
 
@@ -35,6 +36,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Pin or unpin; return the exit code."""
     root, step = open_store(arguments.root), arguments.step
+    locate_checkpoint(root, step)  # what is not there is an error that says what is
     has_changed = unpin(root, step) if arguments.unpin else pin(root, step, arguments.note)
     if arguments.json:
         print_json(
@@ -47,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         state = "not pinned" if arguments.unpin else "pinned"
-        print(f"step {step}: {state}{'' if has_changed else ', as before'}")
+        print_line(f"step {step}: {state}{'' if has_changed else ', as before'}")
     return 0

@@ -1,13 +1,17 @@
-"""How far a long command is, on stderr: a line that changes on a terminal, a line now and then elsewhere."""
+"""How far a long command is, on stderr: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
+from fsdp_ckpt.cli.terminal import console_of, is_terminal
 from fsdp_ckpt.cli.text import bytes_text
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 __all__ = ["ProgressLine", "duration_text"]
 
@@ -29,11 +33,11 @@ class ProgressLine:
     ) -> None:
         self._stream = stream or sys.stderr
         self._clock = clock
-        self._is_terminal = self._stream.isatty()
+        self._is_terminal = is_terminal(self._stream)
         self._start_s: float | None = None
         self._start_bytes = 0
         self._shown_s = 0.0
-        self._width = 0
+        self._bar: Progress | None = None
 
     def show(self, done_bytes: int, total_bytes: int) -> None:
         """Note how far the command is, the first time before it has done anything; one thread at a time."""
@@ -51,20 +55,40 @@ class ProgressLine:
             f"{done_bytes / max(total_bytes, 1):4.0%}  {bytes_text(done_bytes)} of "
             f"{bytes_text(total_bytes)}, {bytes_text(int(rate))}/s, {left} left"
         )
-        if not self._is_terminal:
+        if self._is_terminal:
+            self._draw(done_bytes, total_bytes, text)
+        else:
             print(text.strip(), file=self._stream, flush=True)
+
+    def _draw(self, done_bytes: int, total_bytes: int, text: str) -> None:
+        if self._bar is None:
+            self._bar = _make_bar(self._stream)
+            self._bar.add_task("", completed=done_bytes, total=total_bytes, text=text)
+            self._bar.start()
             return
-        filled = BAR_WIDTH * done_bytes // max(total_bytes, 1)
-        line = f"{'#' * filled:{BAR_WIDTH}} {text}"
-        # What was longer before must not stay behind it.
-        print(f"\r{line:{self._width}}", end="", file=self._stream, flush=True)
-        self._width = len(line)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=done_bytes, total=total_bytes, text=text, refresh=True)
 
     def close(self) -> None:
         """Clear the line of a terminal: what comes next stands alone."""
-        if self._width:
-            print(f"\r{'':{self._width}}\r", end="", file=self._stream, flush=True)
-            self._width = 0
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _make_bar(stream: TextIO) -> Progress:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    return Progress(
+        BarColumn(BAR_WIDTH),
+        TextColumn("{task.fields[text]}", markup=False),
+        console=console_of(stream),
+        # No thread of its own: it is drawn where the command says how far it is.
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
 
 def duration_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_root, no_checkpoint, positive
 from fsdp_ckpt.cli.durations import parse_duration
-from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line, print_table
 from fsdp_ckpt.commit.prune import prune
 from fsdp_ckpt.commit.retention import PrunePlan, RetentionPolicy
 from fsdp_ckpt.storage.open import open_store
@@ -83,9 +83,9 @@ def _print_text(plan: PrunePlan, verb: str) -> None:
     rows += [(step, "left alone", "", "damaged, or newer") for step in plan.left_alone]
     if rows:
         print_table(("STEP", "WHAT", "ATTEMPT", "WHY"), rows, right=(0,))
-        print()
+        print_line()
     num_bytes = sum(d.num_bytes or 0 for d in plan.delete)
-    print(
+    print_line(
         f"{verb} {len(plan.delete)} of {len(rows)}, {bytes_text(num_bytes)} of checkpoints; "
         f"{len(plan.keep)} stay"
     )

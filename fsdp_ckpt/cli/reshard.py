@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_checkpoint, add_json, add_threads, positive, warn_of_skipped
-from fsdp_ckpt.cli.text import bytes_text, print_json
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line, warn
 from fsdp_ckpt.hf.reshard import reshard
 
 if TYPE_CHECKING:
@@ -58,11 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
         (report.dropped, "left out"),
     ):
         for name in names:
-            print(f"fsdp-ckpt: warning: {name}: {what}", file=sys.stderr)
+            warn(f"{name}: {what}")
     if arguments.json:
         print_json(dataclasses.asdict(report))
     else:
-        print(
+        print_line(
             f"step {report.step} -> {report.output}: {report.num_tensors} tensors, "
             f"{bytes_text(report.total_bytes)}, from {report.saved_world_size} to {report.world_size} rank(s)"
         )

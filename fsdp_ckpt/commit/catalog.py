@@ -10,11 +10,12 @@ run stands.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.publish import MANIFEST_KEY
 from fsdp_ckpt.commit.rollback import read_history
 from fsdp_ckpt.errors import (
     CorruptCheckpointError,
@@ -24,7 +25,14 @@ from fsdp_ckpt.errors import (
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["CheckpointInfo", "SkippedCheckpoint", "find_checkpoints", "list_steps", "step_folder"]
+__all__ = [
+    "CheckpointInfo",
+    "SkippedCheckpoint",
+    "find_checkpoints",
+    "list_steps",
+    "look_at",
+    "step_folder",
+]
 
 EPOCH = ("progress", "epoch")  # path under which TrainState saves it
 _STEP_FOLDER = re.compile(r"step-(\d{9,18})", re.ASCII)
@@ -96,13 +104,20 @@ def step_folder(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def list_steps(root: Store) -> list[int]:
+def list_steps(root: Store, folders: Iterable[str] | None = None) -> list[int]:
     """Return the steps that have a folder, newest first, committed or not; foreign folders are ignored.
+
+    Args:
+        root: The run's root.
+        folders: Names of its folders, where they were listed already.
 
     Raises:
         StorageError: The root cannot be read. An absent root is an empty one.
     """
-    found = [_STEP_FOLDER.fullmatch(name) for name in root.list_folders()]
+    found = [
+        _STEP_FOLDER.fullmatch(name)
+        for name in (root.list_folders() if folders is None else folders)
+    ]
     # ``step-0000000007`` is not how we write step 7: foreign.
     steps = [int(match[1]) for match in found if match and match[0] == step_folder(int(match[1]))]
     return sorted(steps, reverse=True)
@@ -127,16 +142,33 @@ def find_checkpoints(
     if history is None:
         history = read_history(root)
     for step in list_steps(root):
-        yield _look_at(root.child(step_folder(step)), step, history)
+        yield look_at(root.child(step_folder(step)), step, history)[0]
 
 
-def _look_at(store: Store, step: int, history: BranchHistory) -> CheckpointInfo | SkippedCheckpoint:
-    """Tell what a step's folder holds."""
-    attempt = None
+def look_at(
+    store: Store,
+    step: int,
+    history: BranchHistory,
+    sizes: Mapping[str, int] | None = None,
+) -> tuple[CheckpointInfo | SkippedCheckpoint, Manifest | None]:
+    """Tell what a step's folder holds; its manifest too, where there is one that can be read.
+
+    Args:
+        store: The folder.
+        step: Whose it is.
+        history: The run's rollbacks.
+        sizes: Key → bytes of what the folder holds, where it was listed already; then what has no manifest
+            takes no request, and a whole checkpoint takes one.
+
+    Raises:
+        StorageError: It cannot be read now.
+    """
+    manifest = None
     try:
+        if sizes is not None and MANIFEST_KEY not in sizes:
+            raise NotFoundError(store.url)
         checkpoint = Checkpoint.open(store)
         manifest = checkpoint.manifest
-        attempt = manifest.attempt
         if manifest.step != step:
             raise CorruptCheckpointError(f"{store.url}: the manifest is of step {manifest.step}")
         rollback = history.abandoned_by(manifest.generation, step)
@@ -145,13 +177,27 @@ def _look_at(store: Store, step: int, history: BranchHistory) -> CheckpointInfo 
                 f"of generation {manifest.generation}, which rollback {rollback.generation} left at step "
                 f"{rollback.to_step}"
             )
-            return SkippedCheckpoint(step=step, reason=reason, attempt=attempt, abandoned=True)
-        checkpoint.check_files()
+            skipped = SkippedCheckpoint(
+                step=step, reason=reason, attempt=manifest.attempt, abandoned=True
+            )
+            return skipped, manifest
+        _check_files(checkpoint, sizes)
     except NotFoundError:
         reason = "no manifest: a save that died before its commit, or one still under way"
-        return SkippedCheckpoint(step=step, reason=reason, torn=True)
+        return SkippedCheckpoint(step=step, reason=reason, torn=True), None
     except CorruptCheckpointError as e:
-        return SkippedCheckpoint(step=step, reason=str(e), attempt=attempt)
+        attempt = None if manifest is None else manifest.attempt
+        return SkippedCheckpoint(step=step, reason=str(e), attempt=attempt), manifest
     except UnsupportedFormatError as e:
-        return SkippedCheckpoint(step=step, reason=str(e), newer=True)
-    return CheckpointInfo.of(manifest, store.url)
+        return SkippedCheckpoint(step=step, reason=str(e), newer=True), None
+    return CheckpointInfo.of(manifest, store.url), manifest
+
+
+def _check_files(checkpoint: Checkpoint, sizes: Mapping[str, int] | None) -> None:
+    try:
+        checkpoint.check_files(sizes)
+    except CorruptCheckpointError:
+        if sizes is None:
+            raise
+        # Another checkpoint of the step may have come since the listing.
+        checkpoint.check_files()

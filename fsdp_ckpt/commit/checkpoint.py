@@ -9,7 +9,7 @@ parts of one buffer, each laid out like the file it comes from, of which only th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 
@@ -181,22 +181,31 @@ class Checkpoint:
         """Say which tensors a rank's file holds, from the manifest alone; for errors."""
         return list_names(held_tensors(self.manifest, rank))
 
-    def check_files(self) -> None:
+    def check_files(self, sizes: Mapping[str, int] | None = None) -> None:
         """Check that every shard file is there with its size; reads no data.
+
+        Args:
+            sizes: Key → bytes of what the checkpoint's folder holds, where it was listed already.
 
         Raises:
             CorruptCheckpointError: One is missing or has another size; names step, rank, file and tensors.
         """
-        listed: dict[str, dict[str, int]] = {}
+        listed = self._list_attempts() if sizes is None else sizes
         for rank, file in enumerate(self.manifest.files):
-            folder, _, name = file.name.rpartition("/")
-            if folder not in listed:
-                listed[folder] = self.store.child(folder).list_files()
-            found = listed[folder].get(name)
+            found = listed.get(file.name)
             if found is None:
                 raise self.damaged(rank, "it is missing")
             if found != file.num_bytes:
                 raise self.damaged(rank, f"it has {found} bytes, {file.num_bytes} expected")
+
+    def _list_attempts(self) -> dict[str, int]:
+        """Return key → bytes of what lies in the folders that the manifest names."""
+        folders = dict.fromkeys(file.name.rpartition("/")[0] for file in self.manifest.files)
+        return {
+            f"{folder}/{name}": num_bytes
+            for folder in folders
+            for name, num_bytes in self.store.child(folder).list_files().items()
+        }
 
     def pieces(self, row: TensorRow, wanted: Box) -> list[Piece]:
         """Return the stored pieces that together make up ``wanted``, a box of the row's tensor."""

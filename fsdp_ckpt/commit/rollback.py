@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fsdp_ckpt.commit.branches import BranchHistory, DataWindow, Rollback
@@ -42,15 +42,19 @@ def rollback_key(generation: int) -> str:
     return f"rollback-{generation:04d}.json"
 
 
-def read_history(root: Store) -> BranchHistory:
+def read_history(root: Store, names: Iterable[str] | None = None) -> BranchHistory:
     """Return the rollbacks of a run.
+
+    Args:
+        root: The run's root.
+        names: Of its files, where they were listed already.
 
     Raises:
         CorruptCheckpointError: A record is damaged or missing: which branch is the current one is not known.
         UnsupportedFormatError: One is of a newer version.
         StorageError: The root cannot be read now. An absent root has no rollbacks.
     """
-    found = (_RECORD.fullmatch(name) for name in root.list_files())
+    found = (_RECORD.fullmatch(name) for name in (root.list_files() if names is None else names))
     numbers = sorted(int(m[1]) for m in found if m and m[0] == rollback_key(int(m[1])))
     for expected, number in enumerate(numbers, 1):
         if number != expected:

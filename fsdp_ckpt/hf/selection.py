@@ -21,7 +21,16 @@ from fsdp_ckpt.hf.layout import OutputTensor
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
 
-__all__ = ["ROOTS", "Selected", "Selection", "What", "named_rows", "select_tensors", "short_name"]
+__all__ = [
+    "ROOTS",
+    "Selected",
+    "Selection",
+    "What",
+    "belongs_to",
+    "named_rows",
+    "select_tensors",
+    "short_name",
+]
 
 What: TypeAlias = Literal["model", "optimizer", "all", "ema"]
 # Where each of them stands in the state, and with what its files' names begin.
@@ -175,6 +184,11 @@ def short_name(path: Path, what: What) -> str:
 def _names_under(paths: Iterable[Path], selection: Selection) -> Iterator[str]:
     root = ROOTS[selection.what]
     return (path_name(path[len(root) :]) for path in paths if _is_under(path, root))
+
+
+def belongs_to(path: Path, what: What) -> bool:
+    """Whether what stands at ``path`` is a part of ``what``."""
+    return _is_under(path, ROOTS[what])
 
 
 def _is_under(path: Path, root: Path) -> bool:

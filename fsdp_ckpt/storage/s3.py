@@ -10,7 +10,7 @@ endpoint come from the storage options or, as botocore finds them, from the envi
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from zlib import crc32
@@ -26,7 +26,7 @@ from fsdp_ckpt.storage.fsspec_store import without_credentials
 from fsdp_ckpt.storage.retry import RetryPolicy, answer_of
 from fsdp_ckpt.storage.s3_client import S3Client
 from fsdp_ckpt.storage.s3_errors import to_our_tree
-from fsdp_ckpt.storage.s3_listing import list_level
+from fsdp_ckpt.storage.s3_listing import list_level, list_trees
 from fsdp_ckpt.storage.s3_writer import MultipartWriter, PutWriter, choose_part_bytes
 from fsdp_ckpt.storage.store import refuse_larger
 
@@ -280,23 +280,33 @@ class S3Store:
 
     def list_folders(self) -> list[str]:
         """Return the names of the folders, sorted."""
-        return sorted(self._list()[0])
+        return self.list_level()[0]
 
     def list_files(self) -> dict[str, int]:
         """Return name → bytes of the objects."""
-        return self._list()[1]
+        return self.list_level()[1]
 
-    def _list(self) -> tuple[set[str], dict[str, int]]:
+    def list_level(self) -> tuple[list[str], dict[str, int]]:
+        """Return what ``list_folders`` and ``list_files`` do, by the requests of one of them."""
         prefix = f"{self._prefix}/" if self._prefix else ""
-        folders, files = list_level(lambda position: self._list_page(prefix, position), prefix)
+        folders, files = list_level(
+            lambda position: self._list_page(prefix, Delimiter="/", **position), prefix
+        )
         if self._prefix and not folders and not files:
             self._refuse_object()
-        return folders, files
+        return sorted(folders), files
 
-    def _list_page(self, prefix: str, position: dict[str, str]) -> dict[str, Any]:
+    def list_trees(self, folders: Collection[str]) -> dict[str, dict[str, int]]:
+        """Return folder → key relative to it → bytes, of everything in some folders, at any depth."""
+        prefix = f"{self._prefix}/" if self._prefix else ""
+        if not folders:
+            return {}
+        return list_trees(lambda position: self._list_page(prefix, **position), prefix, folders)
+
+    def _list_page(self, prefix: str, **arguments: str) -> dict[str, Any]:
         with self._mapped(""):
             return self._client.call_again(
-                "list_objects_v2", Bucket=self._bucket, Prefix=prefix, Delimiter="/", **position
+                "list_objects_v2", Bucket=self._bucket, Prefix=prefix, **arguments
             )
 
     def _refuse_object(self) -> None:

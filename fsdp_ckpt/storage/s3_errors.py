@@ -55,6 +55,8 @@ def to_our_tree(
         # An answer without a body, as to a HEAD request, has the status for a code.
         code = "" if answer.code == str(answer.status) else f"{answer.code}, "
         text = f"{code}HTTP {answer.status}: {answer.message}"
+        if answer.status in (401, 403):
+            text += "; check the credentials, the endpoint, and what they are allowed to do"
     text = "; ".join([text, *getattr(error, "__notes__", ())])
     for secret in secrets:
         text = text.replace(secret, "***")

@@ -7,11 +7,12 @@ Keys are relative to the store's root, with ``/`` between their parts. Every err
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
 from fsdp_ckpt.errors import CorruptCheckpointError
 
-__all__ = ["ObjectWriter", "Store", "refuse_larger"]
+__all__ = ["BulkLister", "ObjectWriter", "Store", "refuse_larger"]
 
 
 class ObjectWriter(Protocol):
@@ -100,6 +101,19 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove one object; an absent key is not an error."""
+        ...
+
+
+@runtime_checkable
+class BulkLister(Protocol):
+    """A store that lists many folders in fewer requests than one each."""
+
+    def list_level(self) -> tuple[list[str], dict[str, int]]:
+        """Return what ``list_folders`` and ``list_files`` do, at once."""
+        ...
+
+    def list_trees(self, folders: Collection[str]) -> dict[str, dict[str, int]]:
+        """Return folder → key relative to it → bytes, of everything in folders directly under the root."""
         ...
 
 

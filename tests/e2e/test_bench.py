@@ -21,6 +21,7 @@ FIGURES = {
         "step_slowdown",
     ],
     "bench_load.py": ["same_over_raw", "reshard_over_raw"],
+    "bench_verify.py": ["verify_over_raw"],
 }
 
 

@@ -135,16 +135,21 @@ def show(stream: io.StringIO, times: list[float]) -> str:
     return stream.getvalue()
 
 
-def test_progress_on_a_terminal_is_one_line() -> None:
-    """Bytes, rate and time left; redrawn at most five times a second, and gone in the end."""
+def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar with bytes, rate and time left; redrawn at most five times a second, and gone in the end."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
     shown = show(Terminal(), [0.0, 1.0, 1.1, 2.0])
-    assert "\n" not in shown
-    lines = [line for line in shown.split("\r") if line.strip()]
-    assert [" ".join(line.split()) for line in lines] == [
-        "#### 20% 200 B of 1 kB, 100 B/s, 8 s left",
-        "######### 40% 400 B of 1 kB, 150 B/s, 4 s left",
+    drawn = [
+        line.partition("%")[0][-2:] + line.partition("%")[2]
+        for line in shown.replace("\r", "\n").split("\n")
+        if "━" in line
     ]
-    assert shown.endswith("\r")
+    assert list(dict.fromkeys(drawn)) == [
+        "20  200 B of 1 kB, 100 B/s, 8 s left",
+        "40  400 B of 1 kB, 150 B/s, 4 s left",
+    ]
+    assert shown.endswith("\x1b[2K")  # the line that it was on is erased
 
 
 def test_progress_elsewhere_is_plain_lines() -> None:
