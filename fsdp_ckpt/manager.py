@@ -145,6 +145,7 @@ class CheckpointManager:
         if error is None:
             self.close()
             return
+        self._telemetry.event("run.raised", step=self.state.progress.step, error=describe(error))
         try:
             self.close()
         except CheckpointError as e:  # the error under way is the one to know

@@ -14,7 +14,9 @@ __all__ = ["FORMAT", "URGENT", "VERSION", "Event"]
 
 FORMAT, VERSION = "fsdp_ckpt.telemetry", 1
 # After these the job may end at any moment.
-URGENT = frozenset({"save.failed", "rollback", "preemption", "spike", "restore.done", "run.ended"})
+URGENT = frozenset(
+    {"save.failed", "rollback", "preemption", "spike", "restore.done", "run.raised", "run.ended"}
+)
 _OWN = ("n", "name", "rank", "wall_s", "monotonic_s", "seconds", "step", "attempt")
 
 
