@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.png is not None:
         for figure in (*figures_of(found), *timelines_of(found)):
             name = f"{arguments.png.rstrip('/')}/{figure.name}.png"
-            written.append(_put(name, to_png(figure.draw(WIDE))))
+            written.append(_put(name, to_png(figure.draw(WIDE), figure.title, figure.caption)))
     if arguments.json:
         print_json(to_document(found, written))
     else:

@@ -35,7 +35,7 @@ _INCIDENTS = {
     "run.raised": "job failed",
 }
 # A rank is behind the others if it needs so much more than the median one.
-MIN_BEHIND = 1.05
+MIN_BEHIND = 1.1
 
 
 def digest(telemetry: Telemetry) -> Run:

@@ -39,6 +39,7 @@ section{padding:18px 20px;margin:16px 0}
 svg{display:block;max-width:100%;height:auto;margin-top:12px;font-variant-numeric:tabular-nums}
 svg polyline,svg path{fill:none}
 .narrow{display:none}
+.narrow svg{width:100%;max-width:520px}
 .scroll{overflow-x:auto;margin-top:10px}
 table{border-collapse:collapse;width:100%;font-size:13px;font-variant-numeric:tabular-nums}
 th{font-weight:600;color:var(--muted);white-space:nowrap}

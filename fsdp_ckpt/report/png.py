@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from typing import Any
 
 from fsdp_ckpt.errors import StorageError
-from fsdp_ckpt.report.scene import LIGHT, Cross, Dot, Item, Line, Polygon, Rect, Scene, Text
+from fsdp_ckpt.report.scene import (
+    LIGHT,
+    Cross,
+    Dot,
+    Item,
+    Line,
+    Polygon,
+    Rect,
+    Scene,
+    Text,
+    width_of,
+)
 
 __all__ = ["to_png"]
 
-MARGIN = 16.0
+MARGIN, CAPTION = 16.0, 13.0
 # Pixels of the file per pixel of the scene: sharp on a dense screen.
 DENSITY = 2.0
 # Points, of which matplotlib's lines and texts are so and so many, per pixel at this resolution.
@@ -18,8 +30,8 @@ DPI = 100.0
 POINTS = 72.0 / DPI
 
 
-def to_png(scene: Scene) -> bytes:
-    """Return a picture as the bytes of a PNG, on white.
+def to_png(scene: Scene, title: str, caption: str) -> bytes:
+    """Return a picture as the bytes of a PNG, on white, with its title and caption above it.
 
     Raises:
         StorageError: matplotlib is not installed.
@@ -29,15 +41,20 @@ def to_png(scene: Scene) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise StorageError(f"PNGs need matplotlib: {e}; pip install 'fsdp-ckpt[report]'") from e
-    size = (scene.width + 2 * MARGIN, scene.height + 2 * MARGIN)
+    lines = textwrap.wrap(caption, int(scene.width / width_of("x", CAPTION)))
+    head = 28 + 17 * len(lines) + 10
+    size = (scene.width + 2 * MARGIN, scene.height + 2 * MARGIN + head)
     figure = Figure(figsize=(size[0] / DPI, size[1] / DPI), dpi=DPI * DENSITY)
     figure.set_facecolor(LIGHT["paper"])
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(-MARGIN, scene.width + MARGIN)
-    axes.set_ylim(scene.height + MARGIN, -MARGIN)
-    for order, item in enumerate(scene.items):
+    axes.set_ylim(scene.height + MARGIN, -MARGIN - head)
+    above = [Text(x=0, y=16 - head, text=title, size=17, is_bold=True)]
+    for n, line in enumerate(lines):
+        above.append(Text(x=0, y=36 + 17 * n - head, text=line, size=CAPTION, role="muted"))
+    for order, item in enumerate((*above, *scene.items)):
         _draw(axes, item, order)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=DPI * DENSITY)

@@ -131,9 +131,8 @@ def _take_object(found: _Found, data: bytes) -> None:
         found.problems["object without a readable first line"] += 1
         return
     found.headers[rank] = header
-    for line in rest.splitlines():
+    for record in _records(rest.splitlines()):
         try:
-            record = parse_json(line)
             event = Event.from_json(record)
             number = record["n"]
         except (CorruptCheckpointError, KeyError):
@@ -141,6 +140,23 @@ def _take_object(found: _Found, data: bytes) -> None:
             continue
         if event.rank == rank and type(number) is int:
             found.events[rank, number] = event
+
+
+def _records(lines: list[bytes]) -> list[Any]:
+    """Parse lines, all at once where they are all whole; what is no JSON comes as ``None``."""
+    try:
+        records = parse_json(b"[" + b",".join(lines) + b"]")
+        if len(records) == len(lines):
+            return list(records)
+    except CorruptCheckpointError:
+        pass
+    records = []
+    for line in lines:
+        try:
+            records.append(parse_json(line))
+        except CorruptCheckpointError:
+            records.append(None)
+    return records
 
 
 def _start(name: str, found: _Found, notes: list[str]) -> Start:
@@ -158,7 +174,9 @@ def _start(name: str, found: _Found, notes: list[str]) -> Start:
             f"(rank {worst})"
         )
     events = [
-        dataclasses.replace(event, wall_s=event.wall_s - ahead.get(event.rank, 0.0))
+        dataclasses.replace(event, wall_s=event.wall_s - ahead[event.rank])
+        if ahead.get(event.rank)
+        else event
         for event in found.events.values()
     ]
     return Start(
