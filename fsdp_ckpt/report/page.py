@@ -68,6 +68,9 @@ def to_html(run: Run) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        # Nothing that a run says of itself can load or run anything.
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; img-src data:\">"
         # Else a browser asks for /favicon.ico.
         f'<link rel="icon" href="data:,"><title>{title}</title>'
         f"<style>{_colours()}{_STYLE}</style></head>\n<body><main>{body}</main></body></html>\n"

@@ -25,7 +25,7 @@ class Scale:
 
     def text(self, value: float) -> str:
         """Return ``1.25 s``."""
-        length, name = self.unit(value)
+        length, name = self.unit(value or 1.0)
         return f"{_digits(value / length)} {name}".rstrip()
 
 

@@ -22,7 +22,7 @@ __all__ = ["Outlet"]
 logger = logging.getLogger("fsdp_ckpt")
 
 MAX_PENDING = 10_000
-CLOSE_S = 10.0
+CLOSE_S = 60.0
 
 
 class Outlet:
@@ -51,7 +51,7 @@ class Outlet:
         self._is_urgent = is_urgent
         self._prepare = prepare
         self._queue: queue.Queue[Event | None] = queue.Queue(MAX_PENDING)
-        self._num_dropped = 0
+        self.num_dropped = 0
         self._is_ended = False
         self._said: set[str] = set()
         # A daemon: a store that hangs must not keep the program from ending.
@@ -63,17 +63,17 @@ class Outlet:
         try:
             self._queue.put_nowait(event)
         except queue.Full:
-            self._num_dropped += 1
+            self.num_dropped += 1
 
     def close(self) -> None:
-        """Write what is left, and end; a store that takes longer than ten seconds is left to itself."""
+        """Write what is left, and end; a store that takes longer than a minute is left to itself."""
         with suppress(queue.Full):  # the thread hangs, as is said below
             self._queue.put(None, timeout=CLOSE_S)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             logger.warning("telemetry: the store takes too long; the last lines may be missing")
-        elif self._num_dropped:
-            logger.warning("telemetry: %d events came too fast to be kept", self._num_dropped)
+        elif self.num_dropped:
+            logger.warning("telemetry: %d events came too fast to be kept", self.num_dropped)
 
     def _run(self) -> None:
         if self._prepare is not None:
