@@ -6,9 +6,8 @@
     resumed     2 ranks                               16 ..... 20 saved  ->  Hugging Face shards  ->  logits
     poisoned    4 ranks   1 .......... 10 saved .. 14 a spike, back to 10, past the data .......... 20
 
-Everything lies under demo-out/, which is made anew; demo.png there shows the losses, and report.html what saves
-and restores took. Exit code 0 only when
-every promise of the closing table is kept.
+Everything lies under demo-out/, which is made anew; demo.png there shows the losses, and report.html what
+saves and restores took. Exit code 0 only when every promise of the closing table is kept.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def make_plot(
     y_axis = make_axis(y[0], y[1], y[2], max(int((height - top - BOTTOM) / 36), 2))
     left = 14 + max((width_of(text, 11) for _, text in y_axis.ticks), default=20.0)
     right, bottom = width - 14.0, height - BOTTOM
-    x_axis = None if x is None else make_axis(*x[:3], max(int((right - left) / 84), 2))
+    x_axis = None if x is None else make_axis(*x[:3], max(int((right - left) / 68), 2))
     plot = Plot(
         scene=scene,
         x=(lambda value: value) if x_axis is None else x_axis.place(left, right),

@@ -52,7 +52,7 @@ DARK = {
     "ink": "#e6ebf2",
     "muted": "#9aa8ba",
     "grid": "#2a323d",
-    "band": "#1c232c",
+    "band": "#0d1116",
     "wait": "#5b6775",
     "plan": "#a48df0",
     "copy": "#f0a04a",

@@ -52,7 +52,7 @@ def draw_timeline(save: Save, width: float) -> Scene:
     left = 12 + max(width_of(lane.name, 11.5) for lane in lanes)
     right = width - 14.0
     end_s = max((end for lane in lanes for _, _, end, _ in lane.parts), default=1e-3)
-    axis = make_axis(0.0, end_s, SECONDS, max(int((right - left) / 84), 2))
+    axis = make_axis(0.0, end_s, SECONDS, max(int((right - left) / 68), 2))
     _draw_grid(scene, axis, left, right, (top, bottom))
     x = axis.place(left, right)
     for n, lane in enumerate(lanes):
