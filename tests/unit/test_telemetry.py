@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from fsdp_ckpt import (
     RetentionPolicy,
     SaveOptions,
     SavePolicy,
+    SpikePolicy,
     TelemetryOptions,
     TrainState,
 )
@@ -170,6 +172,31 @@ def test_failed_skipped_and_deleted_are_told(tmp_path: Path) -> None:
     assert [e.step for e in deleted] == [2]
     assert deleted[0].fields["bytes"] > 0
     assert next(e.step for e in heard if e.name == "progress") == 1
+
+
+def test_a_rollback_and_an_order_to_end_are_told(tmp_path: Path) -> None:
+    """From where to where, why, and the checkpoint that the run ends with."""
+    heard: list[Event] = []
+    spikes = SpikePolicy(warmup=4, window=8, patience=1, healthy_steps=2)
+    saves = SavePolicy(every_steps=2)
+    state, manager = manager_of(tmp_path, save=saves, spikes=spikes, on_event=heard.append)
+    losses = {12: math.nan}  # once
+    with manager:
+        manager.restore()
+        while not manager.should_stop:
+            state.progress.advance()
+            if len(losses) == 0 and state.progress.step == 14:
+                manager.notice_preemption()
+            manager.after_step(loss=losses.pop(state.progress.step, 1.0))
+    events = {e.name: e for e in heard}
+    back = events["rollback"]
+    assert back.fields["from_step"] == 12
+    assert back.step is not None
+    assert back.step < 12
+    assert back.fields["reason"] == events["spike"].fields["reason"] != ""
+    assert events["spike"].step == 12
+    assert events["preemption"].step == 14
+    assert [e.step for e in heard if e.name == "save.committed"][-1] == 14
 
 
 def test_an_exception_of_the_loop_is_told(tmp_path: Path) -> None:
