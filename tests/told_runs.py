@@ -27,6 +27,7 @@ class Told:
         begun_s: When it began, in seconds since the run did.
         silent: Ranks that leave nothing.
         ahead_s: Rank -> how far its clock is ahead.
+        host: Of all ranks.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Told:
         *,
         silent: Sequence[int] = (),
         ahead_s: dict[int, float] | None = None,
+        host: str | None = None,
     ) -> None:
         self.id = f"20260131T09{number:02d}00000000-0123456789ab"
         self.world_size = world_size
         self.store = root.child(FOLDER).child(self.id)
         self.ahead_s = ahead_s or {}
+        self.host = host
         self.logs = {
             rank: TelemetryLog(self.store, rank, self._header(rank), 2**30)
             for rank in range(world_size)
@@ -57,6 +60,7 @@ class Told:
             "start": self.id,
             "rank": rank,
             "world_size": self.world_size,
+            "host": self.host,
             "clock_ahead_s": self.ahead_s.get(rank, 0.0),
         }
 

@@ -152,7 +152,8 @@ def _save(number: int, attempt: str, events: Sequence[Event], held_s: float) -> 
     committed = [e for e in events if e.name == "save.committed"]
     failed = [e for e in events if e.name == "save.failed"]
     outcome: Outcome = "committed" if committed else "failed" if failed else "unknown"
-    final = (committed or failed)[:1]
+    # The commit is the coordinator's, which knows of it first.
+    final = sorted(committed or failed, key=lambda e: e.rank)[:1]
     sizes = [e.fields.get("bytes") for e in committed]
     num_bytes = next((size for size in sizes if isinstance(size, int)), None)
     modes = [e.fields.get("mode") for e in events if "mode" in e.fields]

@@ -104,7 +104,7 @@ def _body(run: Run) -> Iterator[str]:
         yield f"<span>{escape(number.name)}</span></div>"
     yield "</div>"
     if run.notes:
-        yield '<section class="notes"><h2>Not all could be read</h2><ul>'
+        yield '<section class="notes"><h2>Notes</h2><ul>'
         yield "".join(f"<li>{escape(note)}</li>" for note in run.notes[:50])
         yield "</ul></section>"
     for figure in figures_of(run):

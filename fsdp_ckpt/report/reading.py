@@ -165,7 +165,8 @@ def _start(name: str, found: _Found, notes: list[str]) -> Start:
     missing = sorted(set(range(min(world_size, 10**6))).difference(ranks))
     if missing:
         notes.append(f"start {name}: nothing from rank {_ranks_text(missing)} of {world_size}")
-    ahead = {rank: _ahead_s(header) for rank, header in found.headers.items()}
+    clock = found.headers.get(0, {}).get("host")
+    ahead = {rank: _ahead_s(header, clock) for rank, header in found.headers.items()}
     off = [rank for rank, seconds in sorted(ahead.items()) if seconds]
     if off:
         worst = max(off, key=lambda rank: abs(ahead[rank]))
@@ -187,8 +188,10 @@ def _start(name: str, found: _Found, notes: list[str]) -> Start:
     )
 
 
-def _ahead_s(header: Mapping[str, Any]) -> float:
-    """Return how far a rank's clock is ahead of the coordinator's, where it is known to be."""
+def _ahead_s(header: Mapping[str, Any], host: Any) -> float:
+    """Return how far a rank's clock is ahead of the coordinator's on ``host``, where it is known to be."""
+    if host is not None and header.get("host") == host:
+        return 0.0  # the same clock, however long the answer took
     ahead = header.get("clock_ahead_s")
     known = type(ahead) in (int, float) and MIN_OFFSET_S < abs(ahead or 0.0) < 1e9
     return float(ahead or 0.0) if known else 0.0

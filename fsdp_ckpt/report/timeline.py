@@ -31,7 +31,7 @@ LEGEND = (
 class _Lane:
     name: str
     parts: tuple[tuple[str, float, float, str], ...]  # phase, begin, end, title
-    stall_s: float | None
+    stall: tuple[float, float] | None  # begin, end
     is_late: bool = False
 
 
@@ -63,9 +63,10 @@ def draw_timeline(save: Save, width: float) -> Scene:
         for phase, begin, end, title in lane.parts:
             length = max(x(end) - x(begin), 0.8)
             scene.add(Rect(x=x(begin), y=y, width=length, height=BAR, role=phase, title=title))
-        if lane.stall_s is not None:
-            stop = max(x(min(lane.stall_s, end_s)), left + 1.5)
-            scene.add(Rect(x=left, y=y + BAR + 1, width=stop - left, height=2.5, role="stall"))
+        if lane.stall is not None:
+            begun, stop = (x(min(at, end_s)) for at in lane.stall)
+            length = max(stop - begun, 1.5)
+            scene.add(Rect(x=begun, y=y + BAR + 1, width=length, height=2.5, role="stall"))
     if is_many:
         _draw_cloud(scene, save, axis, (left, right), cloud_top)
     return scene
@@ -128,7 +129,11 @@ def _lane(save: Save, rank: RankSave, *, is_late: bool) -> _Lane:
         if end > reached:
             parts.append((phase, max(begin, reached), end, title))
             reached = end
-    return _Lane(f"rank {rank.rank}", tuple(parts), rank.stall_s, is_late)
+    stall = None
+    if rank.stall_s is not None and rank.begun_s is not None:
+        called = rank.begun_s - save.begun_s
+        stall = (called, called + rank.stall_s)
+    return _Lane(f"rank {rank.rank}", tuple(parts), stall, is_late)
 
 
 def _typical(save: Save, name: str, ranks: Sequence[RankSave], share: float) -> _Lane:
@@ -144,5 +149,5 @@ def _typical(save: Save, name: str, ranks: Sequence[RankSave], share: float) -> 
         if end > reached:
             parts.append((phase, reached, end, f"{name}: {phase} until {SECONDS.text(end)}"))
             reached = end
-    stalls = [lane.stall_s for lane in lanes if lane.stall_s is not None]
-    return _Lane(name, tuple(parts), median(stalls) if stalls else None)
+    stops = [lane.stall[1] for lane in lanes if lane.stall is not None]
+    return _Lane(name, tuple(parts), (0.0, median(stops)) if stops else None)

@@ -67,6 +67,8 @@ def make_axis(low: float, high: float, scale: Scale, num_ticks: int) -> Axis:
     if not high > low:
         high = low + max(abs(low) * 0.1, scale.units[-1][0])
     length, name = scale.unit(max(abs(low), abs(high)))
+    if length >= 60 and high / length < 3 and scale is SECONDS:
+        length, name = scale.unit(high / 3)  # 90 s rather than 1.5 min: ticks are whole numbers
     step = _step((high - low) / length / max(num_ticks, 1), name)
     if scale is COUNT:
         step = max(step, 1.0)

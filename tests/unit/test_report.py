@@ -146,6 +146,20 @@ def test_clocks_are_put_on_one_axis(tmp_path: Path) -> None:
     assert any("+3600.000 s (rank 1)" in note for note in run.notes)
 
 
+def test_ranks_of_one_host_have_one_clock(tmp_path: Path) -> None:
+    """An answer that took long is no offset."""
+    told = Told(LocalStore(str(tmp_path)), 0, 2, 0.0, host="node-7")
+    told.save(5, 10.0)
+    told.end(60.0, step=5)
+    for path in objects(tmp_path):
+        text = path.read_text()
+        path.write_text(text.replace('"clock_ahead_s":0.0', '"clock_ahead_s":3.0'))
+    run = run_of(tmp_path)
+    (save,) = run.saves
+    assert save.ranks[1].begun_s == save.ranks[0].begun_s == BEGUN_S + 10.0
+    assert run.notes == ()
+
+
 def test_lazy_copies_stall_by_what_steps_wait(tmp_path: Path) -> None:
     """What the optimizer waited for belongs to the save before it."""
     told = Told(LocalStore(str(tmp_path)), 0, 2, 0.0)
