@@ -64,9 +64,6 @@ def digest(telemetry: Telemetry) -> Run:
     )
 
 
-# --- starts ---
-
-
 def _life(start: Start) -> Life:
     ends = [event.wall_s + (event.seconds or 0.0) for event in start.events]
     return Life(

@@ -55,6 +55,7 @@ class SaveTrace:
         "_mode",
         "_num_bytes",
         "_publish_s",
+        "_published_s",
         "_staging_s",
         "_step",
         "_waited_s",
@@ -70,6 +71,7 @@ class SaveTrace:
         self._begun_s = self._waited_s = self._staging_s = 0.0
         self._durable_s: float | None = None
         self._publish_s: float | None = None
+        self._published_s: float | None = None
         self._write: Future[Any] | None = None
         self._lock = threading.Lock()
         if emit is not None:
@@ -133,7 +135,9 @@ class SaveTrace:
 
         def published(receipts: T) -> Any:
             self._publish_s = time.monotonic()
-            return publish(receipts)
+            result = publish(receipts)
+            self._published_s = time.monotonic()
+            return result
 
         return published
 
@@ -159,7 +163,8 @@ class SaveTrace:
         self._span("save.persist", self._staging_s, self._durable_s, bytes=self._num_bytes)
 
     def _ended(self, committed: Future[Any]) -> None:
-        now_s = time.monotonic()
+        # On the coordinator, before the others have heard of it.
+        now_s = self._published_s or time.monotonic()
         error = None if committed.cancelled() else committed.exception()
         if self._write is not None and self._write.done():
             self._written(self._write)  # its own call may come later
