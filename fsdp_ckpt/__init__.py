@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fsdp_ckpt.stability.save_policy import SavePolicy
     from fsdp_ckpt.stability.spike_policy import SpikePolicy
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
+    from fsdp_ckpt.telemetry.options import TelemetryOptions
 
 _HOMES = {
     "fsdp_ckpt.commit.catalog": ("CheckpointInfo",),
@@ -75,6 +76,7 @@ _HOMES = {
     "fsdp_ckpt.stability.save_policy": ("SavePolicy",),
     "fsdp_ckpt.stability.spike_policy": ("SpikePolicy",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),
+    "fsdp_ckpt.telemetry.options": ("TelemetryOptions",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -105,6 +107,7 @@ __all__ = [
     "SpikePolicy",
     "StepOutcome",
     "StorageError",
+    "TelemetryOptions",
     "TrainState",
     "UnencodableStateError",
     "UnsupportedFormatError",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +17,7 @@ from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
 from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.good import find_good
 from fsdp_ckpt.commit.marks import pin
+from fsdp_ckpt.commit.publish import new_attempt
 from fsdp_ckpt.commit.retention import RetentionPolicy
 from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
 from fsdp_ckpt.life.run_life import RunLife
@@ -31,6 +32,9 @@ from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.stability.spike_policy import SpikePolicy
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.telemetry.event import Event
+from fsdp_ckpt.telemetry.options import TelemetryOptions
+from fsdp_ckpt.telemetry.start import start_telemetry
 from fsdp_ckpt.writer.job import store_address
 
 if TYPE_CHECKING:
@@ -61,6 +65,10 @@ class CheckpointManager:
             save: ``raise`` a RankFailureError, ``warn``, or ``off``. ``None`` warns, and looks at replicated
             shards only where that costs under 2 % of the save.
         storage_options: Passed to the fsspec filesystem.
+        telemetry: What to write about saves and restores under ``root/telemetry/``, for ``fsdp-ckpt
+            report``; the same on all ranks. ``None`` writes nothing, and costs nothing.
+        on_event: Called with each :class:`~fsdp_ckpt.telemetry.Event` of this rank, in order, on a thread of
+            its own; each rank may have another one, or none.
     """
 
     def __init__(
@@ -76,6 +84,8 @@ class CheckpointManager:
         num_threads: int | None = None,
         check_replicas: CheckReplicas | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        telemetry: TelemetryOptions | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         self.state = state
         self._options = options or SaveOptions()
@@ -87,6 +97,7 @@ class CheckpointManager:
         # Restores read into the memory that saves copy into: it is touched once.
         self._pool = ImagePool(self._options.max_in_flight, pin=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch lacks types
         branch = CurrentBranch(self._root)
+        self._telemetry = start_telemetry(self._root, self._group, new_attempt, telemetry, on_event)
         self._saver = Saver(
             self._root,
             self._group,
@@ -97,9 +108,16 @@ class CheckpointManager:
             address=store_address(root, fs_options),
             num_threads=num_threads,
             check=check_replicas,
+            telemetry=self._telemetry,
         )
         restorer = Restorer(
-            self._root, self._group, fs_options, self._pool, branch, num_threads=num_threads
+            self._root,
+            self._group,
+            fs_options,
+            self._pool,
+            branch,
+            num_threads=num_threads,
+            telemetry=self._telemetry,
         )
         self._life = RunLife(
             self._root,
@@ -111,6 +129,7 @@ class CheckpointManager:
             save=save,
             keep=keep,
             spikes=spikes,
+            telemetry=self._telemetry,
         )
         self._closed = False
 
@@ -126,6 +145,7 @@ class CheckpointManager:
         if error is None:
             self.close()
             return
+        self._telemetry.event("run.raised", step=self.state.progress.step, error=describe(error))
         try:
             self.close()
         except CheckpointError as e:  # the error under way is the one to know
@@ -144,6 +164,8 @@ class CheckpointManager:
             finally:
                 self._life.close()
                 self._pool.close()
+                self._telemetry.event("run.ended", step=self.state.progress.step)
+                self._telemetry.close()
 
     @property
     def writer_pid(self) -> int | None:

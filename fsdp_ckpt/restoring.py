@@ -31,6 +31,8 @@ from fsdp_ckpt.save_notes import RUN_SECTION
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.state.saved import RestorePlan, SavedState, subtree
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.telemetry.restore_trace import RestoreTrace
+from fsdp_ckpt.telemetry.tracing import OFF, Telemetry
 from fsdp_ckpt.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ class Restorer:
         pool: Of buffers to read into.
         branch: On which this job saves; used on the coordinator.
         num_threads: Reads in flight, per rank.
+        telemetry: Is told of each restore.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Restorer:
         branch: CurrentBranch,
         *,
         num_threads: int | None,
+        telemetry: Telemetry = OFF,
     ) -> None:
         self._root = root
+        self._telemetry = telemetry
         self._branch = branch
         self._finder = CheckpointFinder(root, branch)
         self.mark_corrupt = self._finder.mark_corrupt  # on the coordinator
@@ -95,23 +100,32 @@ class Restorer:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.restore`.
         """
         damaged: dict[tuple[int, str], str] = {}
-        gone = 0
+        gone, is_first = 0, self._group.is_coordinator
         while True:
+            trace = self._telemetry.restore()
             found = self._group.coordinate(
                 "looking for a checkpoint", lambda: self._finder.choose(step, damaged, allowed)
             )
             skipped = tuple(SkippedCheckpoint(**s) for s in found["skipped"])
             self.history = history_from_json(found["rollbacks"])
+            trace.found(found["step"], found["attempt"] if found["step"] is not None else None)
             if found["step"] is None:
                 self._say(skipped, f"no checkpoint under {self._root.url}: starting fresh")
+                trace.done(skipped, is_coordinator=is_first)
                 return RestoreReport(step=None, skipped=skipped)
             try:
                 restore = _Restore(
-                    self, found["step"], found["attempt"], allowed, from_memory=from_memory
+                    self,
+                    found["step"],
+                    found["attempt"],
+                    allowed,
+                    trace,
+                    from_memory=from_memory,
                 )
                 with uncollected():
                     report = restore.run(state)
             except CorruptCheckpointError as e:
+                trace.failed(e)
                 if step is not None:
                     raise
                 damaged[found["step"], found["attempt"]] = str(e)
@@ -126,6 +140,7 @@ class Restorer:
             held = report.num_bytes_from_memory
             where = f"{held} bytes of it from host memory, the rest " if held else ""
             self._say(skipped, f"restored step {report.step}, {where}from {self._root.url}")
+            trace.done(skipped, is_coordinator=is_first, from_memory=held)
             return dataclasses.replace(report, skipped=skipped)
 
     def _say(self, skipped: Iterable[SkippedCheckpoint], outcome: str) -> None:
@@ -139,8 +154,16 @@ class _Restore:
     """One try to restore one checkpoint."""
 
     def __init__(
-        self, restorer: Restorer, step: int, attempt: str, allowed: Allowed, *, from_memory: bool
+        self,
+        restorer: Restorer,
+        step: int,
+        attempt: str,
+        allowed: Allowed,
+        trace: RestoreTrace,
+        *,
+        from_memory: bool,
     ) -> None:
+        self._trace = trace
         self._group = restorer._group
         self._step, self._attempt, self._allowed = step, attempt, allowed
         self._from_memory = from_memory
@@ -177,9 +200,12 @@ class _Restore:
         ((saved, plan),) = compared
         group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
         self._share_out(state, plan, saved)
+        self._trace.lap("compare")
         try:
             fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+            self._trace.lap("agree")
             self._apply(state, plan, saved, fetched)
+            self._trace.lap("apply")
         except BaseException:
             self._reader.undo()
             raise
@@ -260,6 +286,7 @@ class _Restore:
                 del self._leaves[path]
         self._reader.deliver_values(fetched, self._planner)  # into the leaves: nothing live
         state.check(plan, self._leaves)
+        self._trace.lap("read")
         return fetched
 
     def _report(self, plan: RestorePlan, saved: SavedState) -> RestoreReport:

@@ -40,6 +40,8 @@ from fsdp_ckpt.staging import ImagePlace, Stager
 from fsdp_ckpt.state.names import changes_in_step
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.telemetry.save_trace import SaveTrace
+from fsdp_ckpt.telemetry.tracing import OFF, Telemetry
 from fsdp_ckpt.uncollected import uncollected
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ class Saver:
         address: Url and storage options with which another process opens the root; ``None`` if none can.
         num_threads: Threads that digest and write, per rank.
         check: What to do about replicas that are not equal; ``None`` warns, where looking costs little.
+        telemetry: Is told of each save.
     """
 
     def __init__(
@@ -75,12 +78,14 @@ class Saver:
         address: Mapping[str, Any] | None,
         num_threads: int | None,
         check: CheckReplicas | None,
+        telemetry: Telemetry = OFF,
     ) -> None:
         self._root = root
         self._branch = branch
         self._group = group
         self._options = options
         self._check = check
+        self._telemetry = telemetry
         self._planner = ShardSavePlanner()
         self._agreeing = Agreeing(group, self._planner)
         self._named: tuple[str, frozenset[str]] = "", frozenset()  # parameters of a structure
@@ -88,6 +93,7 @@ class Saver:
         self._stager = Stager(
             root, self._persister, options, pool, address=address, num_threads=num_threads
         )
+        self._stager.held = telemetry.held
         # By the save's number, which is the same on all ranks.
         self._handles: dict[int, SaveHandle] = {}
         self._num_saves = 0
@@ -112,10 +118,12 @@ class Saver:
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.save`.
         """
+        trace = self._telemetry.save(state.progress.step, mode)
         with uncollected():
-            handle = self._begin(state, mode, replaces, notes)
+            handle = self._begin(state, mode, replaces, notes, trace)
         if mode == "sync":
             handle.wait()
+        trace.returned()
         return handle
 
     def _begin(
@@ -124,6 +132,7 @@ class Saver:
         mode: SaveMode,
         replaces: SkippedCheckpoint | None,
         notes: SaveNotes | None,
+        trace: SaveTrace,
     ) -> SaveHandle:
         """Take the snapshot, and send it on its way."""
         self._stager.wait_staged()
@@ -131,38 +140,45 @@ class Saver:
         self._handles = {n: h for n, h in self._handles.items() if not h.has_succeeded}
         step, timeout_s = state.progress.step, self._group.timeout_s
         with self._stager.take_image(self._options.on_busy, timeout_s) as place:
+            trace.has_place()
             try:
                 attempt = self._decide(state, mode, place, replaces)
                 if attempt is None:
                     self._planner.forget()
+                    trace.skipped()
                     return SaveHandle(step, timeout_s, is_skipped=True)
                 parameters = self._parameter_names(state)
                 check_replicas(self._planner, self._group, self._check, parameters)
-            except BaseException:
+            except BaseException as e:
                 self._planner.forget()
+                trace.refused(e)
                 raise
+            trace.planned(attempt.id)
             manifest = self._planner.draft_manifest()
             snapshot = self._stager.stage(
                 place,
-                lambda pool, head_start: ShardImage.begin(
-                    with_facts(self._planner.contents(), notes),
-                    attempt,
-                    self._group.rank,
-                    pool,
-                    manifest=manifest if self._group.is_coordinator else None,
-                    head_start=head_start,
+                trace.imaged(
+                    lambda pool, head_start: ShardImage.begin(
+                        with_facts(self._planner.contents(), notes),
+                        attempt,
+                        self._group.rank,
+                        pool,
+                        manifest=manifest if self._group.is_coordinator else None,
+                        head_start=head_start,
+                    )
                 ),
                 folder=step_folder(step),
                 mode=mode,
                 is_late=lambda entry: changes_in_step(entry.name, parameters),
-                forget=self._planner.forget,
+                forget=trace.copied(self._planner.forget),
             )
         committed = self._persister.submit(
             step,
             snapshot.write,
             snapshot.receipt,
-            self._publisher(manifest, attempt, replaces),
+            trace.publishing(self._publisher(manifest, attempt, replaces)),
         )
+        trace.follow(snapshot.write, committed)
         if notes is not None:
             notes.follow(attempt, committed)
         handle = SaveHandle(step, timeout_s, snapshot.staged, committed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -109,6 +110,8 @@ class Stager:
         self._staged = threading.Event()  # of the newest snapshot
         self._staged.set()
         self._hook: RemovableHandle | None = None
+        # Told since when training has waited for the copy, when it need not any more.
+        self.held: Callable[[float], None] = lambda begun_s: None
         self._copier = ThreadPoolExecutor(1, "fsdp_ckpt-copy")
 
     @contextmanager
@@ -245,7 +248,13 @@ class Stager:
     def _hold_steps(self) -> None:
         """Make every optimizer's ``step`` wait for the copy; the user need not."""
         if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait_staged())
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self._hold_step())
+
+    def _hold_step(self) -> None:
+        if not self._staged.is_set():
+            begun_s = time.monotonic()
+            self.wait_staged()
+            self.held(begun_s)
 
     def wait_staged(self) -> None:
         """Return when the live state may change again."""

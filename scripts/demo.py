@@ -6,8 +6,8 @@
     resumed     2 ranks                               16 ..... 20 saved  ->  Hugging Face shards  ->  logits
     poisoned    4 ranks   1 .......... 10 saved .. 14 a spike, back to 10, past the data .......... 20
 
-Everything lies under demo-out/, which is made anew; demo.png there shows the losses. Exit code 0 only when
-every promise of the closing table is kept.
+Everything lies under demo-out/, which is made anew; demo.png there shows the losses, and report.html what
+saves and restores took. Exit code 0 only when every promise of the closing table is kept.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CONFIG = REPOSITORY / "configs" / "demo.toml"
 OUT = REPOSITORY / "demo-out"
 REFERENCE, RUN, LOGITS = OUT / "reference", OUT / "run", OUT / "logits.npy"
 POISONED, PICTURE = OUT / "poisoned", OUT / "demo.png"
+REPORT = OUT / "report.html"
 
 NUM_RANKS, NUM_RANKS_LATER = 4, 2
 KILL_AT, HOP_AT, POISON_AT = 8, 15, 14
@@ -73,12 +74,13 @@ def main() -> int:
     judge_rollback(findings, poisoned, num_steps)
     tell_costs(findings, [reference, resumed, hopped])
     export(findings)
+    call("report", "fsdp_ckpt", "report", RUN, "--out", REPORT)
     findings.tell("time of the whole demo", f"{time.perf_counter() - start:.0f} s")
 
     print_losses(reference, killed, resumed, hopped)
     logs = [run.log for run in (reference, killed, resumed, hopped)]
     draw_runs(PICTURE, logs, poisoned.log, kill_at=KILL_AT)
-    print(f"\n{PICTURE.relative_to(REPOSITORY)}")
+    print(f"\n{PICTURE.relative_to(REPOSITORY)}, {REPORT.relative_to(REPOSITORY)}")
     print_findings(findings)
     return 1 if findings.broken else 0
 

@@ -39,6 +39,7 @@ from fsdp_ckpt import (
     ResumableSampler,
     SavePolicy,
     SpikePolicy,
+    TelemetryOptions,
     TrainState,
     make_loader,
     process_group,
@@ -101,8 +102,13 @@ def train(args: argparse.Namespace, config: dict[str, Any], device: torch.device
     poisoned = find_poisoned(args.poison_at, sampler, data["global_batch"])
     saves = SavePolicy(every_steps=config["save_every"], last_step=num_steps)
     spikes = SpikePolicy(**config["spikes"])
+    telemetry = TelemetryOptions(
+        flush_s=0.5, progress_s=0.1
+    )  # so often since the demo takes seconds
 
-    with CheckpointManager(args.root, state, save=saves, spikes=spikes) as manager:
+    with CheckpointManager(
+        args.root, state, save=saves, spikes=spikes, telemetry=telemetry
+    ) as manager:
         report, seconds = timed(manager.restore)
         logits = digest(compute_logits(model, text, device))
         write(log, "restored", step=report.step, seconds=seconds, logits=logits)

@@ -24,6 +24,7 @@ from fsdp_ckpt.cli import (
     plan,
     prune,
     repair,
+    report,
     reshard,
     schema,
     show,
@@ -48,6 +49,7 @@ COMMANDS = (
     diff,
     plan,
     repair,
+    report,
     schema,
 )
 INTERRUPTED = 130

@@ -21,6 +21,7 @@ from fsdp_ckpt.commit.retention import RetentionPolicy
 from fsdp_ckpt.errors import describe
 from fsdp_ckpt.stability.health import Candidate
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.telemetry.tracing import OFF, Telemetry
 
 __all__ = ["Housekeeper"]
 
@@ -34,9 +35,18 @@ class Housekeeper:
         root: The run's root.
         keep: What to keep; ``None`` deletes nothing.
         is_judged: Whether the run finds out which checkpoints are good.
+        telemetry: Is told of deletions.
     """
 
-    def __init__(self, root: Store, keep: RetentionPolicy | None, *, is_judged: bool) -> None:
+    def __init__(
+        self,
+        root: Store,
+        keep: RetentionPolicy | None,
+        *,
+        is_judged: bool,
+        telemetry: Telemetry = OFF,
+    ) -> None:
+        self._telemetry = telemetry
         self._root = root
         self._is_judged = is_judged
         self._keep = keep
@@ -87,6 +97,15 @@ class Housekeeper:
             plan = prune(
                 self._root, self._keep, resumed_from=self.resumed_from, is_judged=self._is_judged
             )
+            for doomed in plan.delete:
+                self._telemetry.event(
+                    "retention.deleted",
+                    step=doomed.step,
+                    attempt=doomed.attempt,
+                    what=doomed.what,
+                    bytes=doomed.num_bytes,
+                    reason=doomed.reason,
+                )
             if plan.delete:
                 steps = ", ".join(str(doomed.step) for doomed in plan.delete)
                 logger.info("deleted what the policy does not keep: step %s", steps)

@@ -21,7 +21,7 @@ from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint
 from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.receipt import Attempt
 from fsdp_ckpt.commit.retention import RetentionPolicy
-from fsdp_ckpt.errors import CheckpointError, RunStoppedError
+from fsdp_ckpt.errors import CheckpointError, RunStoppedError, describe
 from fsdp_ckpt.life.housekeeping import Housekeeper
 from fsdp_ckpt.life.lowered_rates import LoweredRates
 from fsdp_ckpt.life.signals import SignalWatch
@@ -40,6 +40,7 @@ from fsdp_ckpt.stability.spike_policy import SpikeDecision, SpikePolicy
 from fsdp_ckpt.state.data import ResumableSampler
 from fsdp_ckpt.state.data_trail import DataTrail
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.telemetry.tracing import OFF, Telemetry
 
 if TYPE_CHECKING:
     from fsdp_ckpt.state.train_state import TrainState
@@ -62,6 +63,7 @@ class RunLife:
         save: When to save by itself; ``None``: never.
         keep: What to keep; ``None`` deletes nothing.
         spikes: What counts as a spike, and what is done then; ``None`` watches nothing.
+        telemetry: Is told of what happens.
     """
 
     def __init__(
@@ -76,14 +78,16 @@ class RunLife:
         save: SavePolicy | None,
         keep: RetentionPolicy | None,
         spikes: SpikePolicy | None,
+        telemetry: Telemetry = OFF,
     ) -> None:
+        self._telemetry = telemetry
         self._state = state
         self._group = group
         self._saver = saver
         self._restorer = restorer
         self._policy = save or SavePolicy(on_signal=False)
         self._is_judging = spikes is not None
-        self._keeper = Housekeeper(root, keep, is_judged=self._is_judging)
+        self._keeper = Housekeeper(root, keep, is_judged=self._is_judging, telemetry=telemetry)
         self._signals = SignalWatch() if self._policy.on_signal else None
         self._watch = RunWatch(spikes, self._keeper.good)
         self._way_back = WayBack(
@@ -199,6 +203,7 @@ class RunLife:
         if self._newest is not None and self._newest.done():
             self._watch.durable()
         self._watch.stepped()
+        self._telemetry.stepped(step)
         if self._trail is not None:
             self._trail.note(step)
         decision = self._stepper.decide(loss, grad_norm)
@@ -219,6 +224,7 @@ class RunLife:
     def _end_with_checkpoint(self, metrics: Mapping[str, float] | None) -> SaveHandle | None:
         """Leave one committed checkpoint of this very step; a save of it that is under way is that one."""
         step = self._state.progress.step
+        self._telemetry.event("preemption", step=step)
         logger.warning("rank %d: told to end; step %d is the last", self._group.rank, step)
         self._saver.finish()
         handle = None
@@ -231,6 +237,7 @@ class RunLife:
             except CheckpointError as e:
                 # Of a save before it, perhaps, which no call had said yet: all ranks are told alike.
                 logger.warning("rank %d: %s; saving once more", self._group.rank, e)
+                self._telemetry.event("save.retried", step=step, error=describe(e))
                 handle = self.save("sync", metrics=metrics, is_last=True)
         self._is_told_to_end = True
         return handle
@@ -241,6 +248,7 @@ class RunLife:
         """Do what the policy says; return whether the run has gone back."""
         if self._group.is_coordinator:
             logger.warning("%s: %s", spike.reason, spike.action)
+        self._telemetry.event("spike", step=spike.step, reason=spike.reason, action=spike.action)
         if spike.action == "stop":
             raise RunStoppedError(
                 f"the run went wrong and was stopped: {spike.reason}; look at data and learning rate, or go "
@@ -252,7 +260,16 @@ class RunLife:
         if spike.action == "roll_back":
             first, stop = spike.skip_steps or (spike.step, spike.step + 1)
             windows = self._trail.windows(first, stop) if self._trail is not None else []
+            left, begun_s = self._state.progress.step, self._watch.now_s()
             self._go_on(self._way_back.go(spike, first, windows), is_new_life=False)
+            self._telemetry.emit(
+                "rollback",
+                begun_s,
+                self._watch.now_s(),
+                step=self._state.progress.step,
+                from_step=left,
+                reason=spike.reason,
+            )
             return True
         return False
 

@@ -38,6 +38,7 @@ PUBLIC = [
     "SpikePolicy",
     "StepOutcome",
     "StorageError",
+    "TelemetryOptions",
     "TrainState",
     "UnencodableStateError",
     "UnsupportedFormatError",

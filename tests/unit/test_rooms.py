@@ -13,7 +13,16 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "fsdp_ckpt"
 DCP = "torch.distributed.checkpoint"
 KNOW_DCP = {"dcp", "state"}
-TORCH_FREE = ("plan", "manifest", "storage", "commit", "stability", "compare")
+TORCH_FREE = (
+    "plan",
+    "manifest",
+    "storage",
+    "commit",
+    "stability",
+    "compare",
+    "telemetry",
+    "report",
+)
 
 
 def imported_modules(source: str) -> Iterator[str]:
