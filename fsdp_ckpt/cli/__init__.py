@@ -1,7 +1,7 @@
 """The ``fsdp-ckpt`` command: one module per subcommand, each with ``add_parser`` and ``run``.
 
 Results go to stdout, as text or as one JSON document; everything else goes to stderr. The exit code is 0 only
-when all is well, 1 on an error or damage, which one line on stderr names, and 2 on wrong usage; of ``diff``, 1
+when all is well, 1 on an error or damage, which one line on stderr names, and 2 on wrong usage; of `diff`, 1
 is an answer and errors are 2. It is 130 after Ctrl-C and 141 where the reader of a pipe has gone, as shells
 expect. Nothing here loads torch.
 """
