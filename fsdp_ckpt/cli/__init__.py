@@ -10,13 +10,35 @@ import argparse
 import os
 import sys
 
-from fsdp_ckpt.cli import consolidate, import_hf, interval, ls, pin, prune, reshard, show, verify
+from fsdp_ckpt.cli import (
+    consolidate,
+    import_deepspeed,
+    import_hf,
+    interval,
+    ls,
+    pin,
+    prune,
+    reshard,
+    show,
+    verify,
+)
 from fsdp_ckpt.errors import CheckpointError
 from fsdp_ckpt.version import __version__
 
 __all__ = ["main"]
 
-COMMANDS = (ls, show, verify, consolidate, import_hf, reshard, prune, pin, interval)
+COMMANDS = (
+    ls,
+    show,
+    verify,
+    consolidate,
+    import_hf,
+    import_deepspeed,
+    reshard,
+    prune,
+    pin,
+    interval,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
