@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdp_ckpt.testing import run_ranks
 
-__all__ = ["CLIENT_STATE", "EXPECTED", "KEPT", "RUNS", "Net", "save_runs"]
+__all__ = ["CLIENT_STATE", "EXPECTED", "KEPT", "RUNS", "Net", "save_runs", "write_large"]
 
 KEPT = Path(__file__).parent / "deepspeed_v0"
 EXPECTED = "expected.safetensors"
@@ -115,6 +115,33 @@ def _write_expected(engine: Any, out: Path) -> None:
         for script in out.glob("*.py"):  # copied there by DeepSpeed
             script.unlink()
     dist.barrier()
+
+
+def write_large(folder: Path, num_bytes: int) -> None:
+    """Write what stage 3 leaves of a model of ``num_bytes`` on two ranks before its first step."""
+    (tag := folder / "global_step0").mkdir(parents=True)
+    (folder / "latest").write_text(tag.name)
+    shapes = {f"layer{i}.weight": torch.Size([8, num_bytes // 4 // 64]) for i in range(8)}
+    num_elements = sum(shape.numel() for shape in shapes.values()) // WORLD_SIZE
+    model = {
+        "module": {},
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": {},
+        "global_steps": 0,
+    }
+    for rank in range(WORLD_SIZE):
+        optimizer = {
+            "zero_stage": 3,
+            "partition_count": WORLD_SIZE,
+            "fp32_flat_groups": [torch.full((num_elements,), float(rank))],
+            "optimizer_state_dict": {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]},
+        }
+        prefix = f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save(model, tag / f"{prefix}_model_states.pt")
+        torch.save({"optimizer_state_dict": optimizer}, tag / f"{prefix}_optim_states.pt")
 
 
 if __name__ == "__main__":

@@ -85,11 +85,18 @@ def read_pickle(data: bytes, where: str, locate: Locate) -> Any:
     try:
         content = _Reader(data, where, locate).load()
         _count_nodes(content, {})
-    except CheckpointError:
-        raise
+    except CheckpointError as e:
+        if where in str(e):
+            raise
+        raise CorruptCheckpointError(
+            f"{where}: malformed pickle ({brief(e)}); copy the file anew, or take another tag",
+            key=where,
+        ) from e
     except Exception as e:  # a malformed pickle fails in any way there is
         raise CorruptCheckpointError(
-            f"{where}: malformed pickle ({type(e).__name__}: {brief(e)})", key=where
+            f"{where}: malformed pickle ({type(e).__name__}: {brief(e)}); copy the file anew, or take "
+            "another tag",
+            key=where,
         ) from e
     return content
 
