@@ -18,22 +18,21 @@ from tests.weights import load
 
 pytestmark = [
     pytest.mark.few_ranks,
+    pytest.mark.timeout(
+        600
+    ),  # DeepSpeed takes seconds to load, and minutes on a machine that is busy
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None, reason="needs the deepspeed extra"
     ),
 ]
 
-RUNS = {
-    "stage1": (1, "bf16"),
-    "stage2": (2, "bf16"),
-    "stage3": (3, "bf16"),
-    "fp32": (3, "fp32"),
-}
+# Stages 2 and 3 in 16 bits are in tests/deepspeed_v0, which costs no start of DeepSpeed.
+RUNS = {"stage1": (1, "bf16"), "stage3": (3, "fp32")}
 
 
-def test_every_stage_equals_deepspeeds_own_consolidation(tmp_path: Path) -> None:
-    """Two ranks train and save in every stage; weights are equal to the bit, moments are all there."""
-    assert not run_ranks(save_runs, 2, str(tmp_path), RUNS, timeout_s=240).failed
+def test_it_equals_deepspeeds_own_consolidation(tmp_path: Path) -> None:
+    """Two ranks train and save; weights are equal to the bit, moments are all there."""
+    assert not run_ranks(save_runs, 2, str(tmp_path), RUNS, timeout_s=500).failed
     for name, (stage, _) in RUNS.items():
         report = import_deepspeed(tmp_path / name, tmp_path / f"run-{name}", world_size=1)
         assert report.stage == stage
