@@ -25,7 +25,7 @@ from fsdp_ckpt.plan.targets import sharded_layout
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["ImportReport", "import_model"]
+__all__ = ["ImportReport", "import_model", "refuse_run"]
 
 # What :class:`fsdp_ckpt.Progress` saves before the first step.
 _START = {("progress", name): 0 for name in ("step", "epoch", "samples", "tokens")}
@@ -84,7 +84,7 @@ def import_model(
     options = dict(storage_options or {})
     root = open_store(root_url, **options)
     files = open_model_files(open_store(source_url, **options), num_threads)
-    _refuse_run(root)
+    refuse_run(root)
     rows = place_rows([_row(row, world_size) for row in files.rows], world_size)
     draft = Manifest(step=0, attempt="", world_size=world_size, tensors=rows, values=_START)
     store = root.child(step_folder(0))
@@ -99,7 +99,7 @@ def import_model(
     )
 
 
-def _refuse_run(root: Store) -> None:
+def refuse_run(root: Store) -> None:
     """Refuse a root with a checkpoint: a restore takes the newest, not the model of step 0."""
     for step in list_steps(root):
         if holds_checkpoint(root.child(step_folder(step))):
