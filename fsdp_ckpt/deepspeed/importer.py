@@ -16,10 +16,11 @@ from fsdp_ckpt.deepspeed.folder import find_files, find_tag
 from fsdp_ckpt.deepspeed.state import read_state
 from fsdp_ckpt.deepspeed.tensors import PartedTensor, PartedTensors
 from fsdp_ckpt.hf.cast import FLOATING
-from fsdp_ckpt.hf.checkpoint_writing import place_rows, sharded_layout, write_checkpoint
+from fsdp_ckpt.hf.checkpoint_writing import place_rows, write_checkpoint
 from fsdp_ckpt.hf.importer import refuse_run
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.tree import Path, path_name
+from fsdp_ckpt.plan.targets import sharded_layout
 from fsdp_ckpt.storage.open import open_store
 
 __all__ = ["DeepSpeedReport", "import_deepspeed"]
