@@ -5,9 +5,11 @@ What an engine holds is read with DeepSpeed's own gathering functions, never wit
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -43,14 +45,15 @@ class Net(nn.Module):
         return (self.frozen(hidden) * self.tiny + self.shift).square().mean()
 
 
-def optimizer_groups(net: Net) -> list[dict[str, Any]]:
-    """Return matrices, and the rest, with options of their own; frozen ones too."""
-    parameters = list(net.parameters())
-    chosen = ([p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim <= 1])
+def optimizer_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Return weights, and the rest, with options of their own; frozen ones too."""
+    chosen: tuple[list[nn.Parameter], ...] = ([], [])
+    for name, parameter in net.named_parameters():
+        chosen[0 if name.endswith("weight") else 1].append(parameter)
     return [{"params": ps, **how} for ps, how in zip(chosen, GROUPS, strict=True)]
 
 
-def optimizer_of(net: Net) -> torch.optim.AdamW:
+def optimizer_of(net: nn.Module) -> torch.optim.AdamW:
     """Return the optimizer that engines and plain models have."""
     return torch.optim.AdamW(optimizer_groups(net))
 
@@ -66,6 +69,21 @@ def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(2, NUM_FEATURES, generator=generator).to(dtype)
 
 
+def load_deepspeed() -> Any:
+    """Return the package, without the seconds and the memory that ranks on one machine do not have."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with mock.patch.object(torch, "compile", lambda fn, **_: fn):
+        # Decorates at import, for which torch loads all of its compiler.
+        import deepspeed.runtime.zero.muon.original_muon
+    import deepspeed
+
+    # Its shared-memory collectives are compiled for half a minute, and jobs beside each other on one machine
+    # would meet in the same memory.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    gc.freeze()  # stage 3 collects garbage on every start: half a second with all that was imported
+    return deepspeed
+
+
 class EngineJob:
     """One engine and its training state.
 
@@ -79,12 +97,7 @@ class EngineJob:
     def __init__(
         self, stage: int, precision: str = "bf16", *, seed: int = 0, **config: Any
     ) -> None:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed
-
-        # Its shared-memory collectives are compiled for half a minute, and jobs beside each other on one
-        # machine would meet in the same memory.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed = load_deepspeed()
         net = Net(seed)
         zero = {"stage": stage, **config.pop("zero_optimization", {})}
         options: dict[str, Any] = {
@@ -123,8 +136,8 @@ class EngineJob:
         return dict(self._whole())
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
         from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         if hasattr(zero := self.engine.optimizer, "_hp_optimizer_states_linked"):
             # 0.19 gives access to moments once the first group has stepped, when other groups have none yet.
@@ -132,9 +145,11 @@ class EngineJob:
             zero._lazy_init_hp_params_optimizer_state()
         for name, parameter in self.engine.module.named_parameters():
             with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-                yield f"used.{name}", parameter.detach().clone()
+                used = parameter.detach().clone()
             if not parameter.requires_grad:
+                yield f"model.{name}", used
                 continue
+            yield f"used.{name}", used
             yield f"model.{name}", safe_get_full_fp32_param(parameter).clone()
             for key in ("exp_avg", "exp_avg_sq"):
                 state = safe_get_full_optimizer_state(parameter, key)
@@ -153,14 +168,15 @@ class EngineJob:
             "betas": [tuple(group["betas"]) for group in inner.param_groups],
             "counters": [engine.global_steps, engine.global_samples, engine.micro_steps],
             "skipped": engine.skipped_steps,
-            "loss_scale": float(engine.optimizer.loss_scale),
+            "loss_scale": float(getattr(engine.optimizer, "loss_scale", 1)),
             "steps": sorted({float(state["step"]) for state in inner.state.values()}),
         }
 
 
-def plain_state(net: Net, optimizer: torch.optim.Optimizer) -> TrainState:
-    """Return the training state of the same model without DeepSpeed."""
-    return TrainState(model=net, optimizer=optimizer, lr_scheduler=schedule_of(optimizer))
+def plain_state(model: nn.Module) -> TrainState:
+    """Return the training state of the same model without DeepSpeed, in whatever it is wrapped."""
+    optimizer = optimizer_of(model)
+    return TrainState(model=model, optimizer=optimizer, lr_scheduler=schedule_of(optimizer))
 
 
 def unequal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
