@@ -98,6 +98,7 @@ class EngineJob:
         self, stage: int, precision: str = "bf16", *, seed: int = 0, **config: Any
     ) -> None:
         deepspeed = load_deepspeed()
+        self.stage = stage
         net = Net(seed)
         zero = {"stage": stage, **config.pop("zero_optimization", {})}
         options: dict[str, Any] = {
@@ -147,21 +148,26 @@ class EngineJob:
             with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 used = parameter.detach().clone()
             if not parameter.requires_grad:
-                yield f"model.{name}", used
+                yield f"model.{name}", used.clone()
                 continue
             yield f"used.{name}", used
-            yield f"model.{name}", safe_get_full_fp32_param(parameter).clone()
+            if self.stage == 0:  # DeepSpeed gathers nothing, since every rank has all
+                yield f"model.{name}", used.clone()
+            else:
+                yield f"model.{name}", safe_get_full_fp32_param(parameter).clone()
             for key in ("exp_avg", "exp_avg_sq"):
-                state = safe_get_full_optimizer_state(parameter, key)
-                if state is not None:
-                    yield f"optimizer.state.{name}.{key}", state.clone()
+                if self.stage == 0:
+                    moment = self.engine.optimizer.state[parameter][key]
+                else:
+                    moment = safe_get_full_optimizer_state(parameter, key)
+                yield f"optimizer.state.{name}.{key}", moment.clone()
         for name, buffer in self.engine.module.named_buffers():
             yield f"model.{name}", buffer.clone()
 
     def counted(self) -> dict[str, Any]:
         """Return what is no tensor: schedule, counters, loss scale, step counts, hyperparameters."""
         engine = self.engine
-        inner = engine.optimizer.optimizer
+        inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         return {
             "schedule": engine.lr_scheduler.state_dict()["last_epoch"],
             "lr": [group["lr"] for group in inner.param_groups],
