@@ -26,7 +26,7 @@ venv: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[dev,hf,s3]'
+	$(BIN)/pip install -c constraints.txt -e '.[dev,hf,s3,deepspeed]'
 	touch $@
 
 format: $(INSTALLED)

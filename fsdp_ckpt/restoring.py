@@ -228,6 +228,8 @@ class _Restore:
             state.apply(plan, self._leaves, saved.seed, group.rank)
 
         group.run("restoring the state", apply)
+        # Only now: it may gather, and a rank that had failed would be waited for.
+        group.run("refreshing what follows from the state", lambda: state.refresh(plan))
 
     def _compare(self, state: TrainState) -> tuple[SavedState, RestorePlan]:
         manifest = self._reader.checkpoint.manifest

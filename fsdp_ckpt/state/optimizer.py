@@ -42,7 +42,7 @@ class Slot:
     """
 
     view: ParameterView
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     group: Mapping[str, Any]
     is_local: bool
 
@@ -53,21 +53,30 @@ class LiveOptimizer:
     Args:
         optimizer: Over the model's parameters.
         views: Of the model's live parameters.
+        parameters: By group, where the optimizer's own groups do not list them: ZeRO-3 fills them only while
+            it makes a step. All are this rank's.
 
     Raises:
         MismatchError: It optimizes a parameter that the model does not have.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, views: Views) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        views: Views,
+        parameters: Sequence[Sequence[torch.Tensor]] | None = None,
+    ) -> None:
         self._optimizer = optimizer
         inner = getattr(optimizer, "optim", None)
         # ZeroRedundancyOptimizer: the state of this rank's own partition.
         self._local = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-        mine = {id(p) for group in self._local.param_groups for p in group["params"]}
+        listed = [group["params"] for group in optimizer.param_groups]
+        partition = [group["params"] for group in self._local.param_groups]
+        mine = {id(p) for group in parameters or partition for p in group}
         self.groups: list[list[Slot]] = []
         for i, group in enumerate(optimizer.param_groups):
             slots = []
-            for parameter in group["params"]:
+            for parameter in (parameters or listed)[i]:
                 if id(parameter) not in views:
                     raise MismatchError(
                         f"optimizer: group {i} holds a parameter of shape {list(parameter.shape)}, not "
@@ -203,7 +212,7 @@ class LiveOptimizer:
                 elif not _equal(new[key], value):
                     raise MismatchError(
                         f"optimizer.state.{slot.view.name}.{key} is {value}, of other tensors in its flat "
-                        f"parameter {new[key]}; resume with use_orig_params=True",
+                        f"parameter {new[key]}; resume where each tensor has its own: use_orig_params=True",
                         key=slot.view.name,
                     )
         for slot, found in zip(slots, saved, strict=True):

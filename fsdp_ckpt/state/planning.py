@@ -117,7 +117,12 @@ def plan_optimizer(optimizer: LiveOptimizer, saved: SavedState, plan: RestorePla
     groups = saved_groups(saved)
     plan.problems.extend(optimizer.undecidable_groups(groups))
     known = {name for group in groups for name in group["params"]}
-    plan.missing.extend(f"optimizer.{name}" for name in slots if name not in known)
+    # Some frameworks leave out of their groups what is frozen; there is nothing to miss of it.
+    plan.missing.extend(
+        f"optimizer.{name}"
+        for name, slot in slots.items()
+        if name not in known and (slot.parameter.requires_grad or optimizer.state_of(slot))
+    )
 
 
 def plan_random_states(

@@ -4,6 +4,7 @@
     plan_restore  what a checkpoint offers -> where each part goes; changes nothing
     check         what only the checkpoint's data can tell; changes nothing
     apply         parts without tensors, model, optimizer, the other parts, random states last
+    refresh       what follows from it all; may gather, so only once every rank has applied its own
 
 Random states come last, since rebuilding the rest may draw random numbers.
 """
@@ -20,10 +21,9 @@ from torch import nn
 from fsdp_ckpt.errors import MismatchError, UnencodableStateError
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.state.data import ResumableSampler
-from fsdp_ckpt.state.flat_units import free_gathered
-from fsdp_ckpt.state.model import model_tensors
-from fsdp_ckpt.state.optimizer import LiveOptimizer
-from fsdp_ckpt.state.parameters import parameter_views
+from fsdp_ckpt.state.engine import live_model
+from fsdp_ckpt.state.engine_progress import EngineProgress, plan_engine
+from fsdp_ckpt.state.live_model import apply_model
 from fsdp_ckpt.state.planning import (
     Resize,
     plan_model,
@@ -52,7 +52,8 @@ class TrainState:
     Args:
         model: Plain, or wrapped by FSDP2, FSDP1, DDP, ``torch.compile``, activation checkpointing.
         optimizer: Over the model's parameters; ``ZeroRedundancyOptimizer`` too.
-        lr_scheduler: Anything with ``state_dict`` and ``load_state_dict``.
+        engine: A DeepSpeed engine, in place of ``model`` and ``optimizer``.
+        lr_scheduler: Anything with ``state_dict`` and ``load_state_dict``; by default the engine's.
         data: The data cursor; a :class:`ResumableSampler` follows ``progress.advance(samples=...)``.
         extra: Name → anything with ``state_dict`` and ``load_state_dict`` (EMA, GradScaler, metrics).
         reshard: Part (``data``, ``extra.NAME``) → function that shares out its per-rank states to another
@@ -63,7 +64,8 @@ class TrainState:
 
     Raises:
         MismatchError: The optimizer holds parameters that the model does not have.
-        UnencodableStateError: A part lacks ``state_dict`` or ``load_state_dict``.
+        UnencodableStateError: A part lacks ``state_dict`` or ``load_state_dict``; an engine that is not
+            understood, or DeepSpeed is not installed.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TrainState:
         *,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        engine: Any = None,
         lr_scheduler: Stateful | None = None,
         data: Stateful | None = None,
         extra: Mapping[str, Stateful] | None = None,
@@ -78,15 +81,20 @@ class TrainState:
         generators: Mapping[str, object] | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        self._live = live_model(model, optimizer, engine)
+        self.model = self._live.module if self._live else None
+        self.optimizer = self._live.optimizer if self._live else None
         self.progress = progress or Progress()
         self.generators = dict(generators or {})
         self.reshard = dict(reshard or {})
         self._before: list[tuple[Stateful, Any]] = []
         self._parts: dict[tuple[str, ...], Stateful] = {}
         parts: dict[tuple[str, ...], Stateful | None]
+        self._engine = None if engine is None else EngineProgress(engine)
+        if engine is not None and lr_scheduler is None:
+            lr_scheduler = engine.lr_scheduler
         parts = {("lr_scheduler",): lr_scheduler, ("progress",): self.progress, ("data",): data}
+        parts["engine",] = self._engine
         parts.update({("extra", name): part for name, part in (extra or {}).items()})
         for prefix, part in parts.items():
             if part is None:
@@ -104,22 +112,14 @@ class TrainState:
             )
         if isinstance(data, ResumableSampler):
             self.progress.attach(data)
-        if optimizer is not None:
-            if model is None:
-                raise MismatchError("an optimizer without its model: names come from the model")
+        if self._live is not None and self.optimizer is not None:
             # An FSDP2 forward may have left other parameters than the optimizer's; this puts them back.
-            model_tensors(model)
-            self._live_optimizer()
-
-    def _live_optimizer(self, known: frozenset[str] = frozenset()) -> LiveOptimizer | None:
-        """Return the optimizer by names; of a tied parameter a ``known`` one."""
-        if self.model is None or self.optimizer is None:
-            return None
-        return LiveOptimizer(self.optimizer, parameter_views(self.model, known))
+            self._live.tensors()
+            self._live.live_optimizer()
 
     def parameter_names(self) -> frozenset[str]:
         """Return the names of the model's parameters."""
-        views = {} if self.model is None else parameter_views(self.model)
+        views = {} if self._live is None else self._live.views()
         return frozenset(view.name for found in views.values() for view in found)
 
     def collect(self) -> dict[str, Any]:
@@ -128,12 +128,12 @@ class TrainState:
         Called by every rank. Changes nothing: no optimizer step, no random number.
         """
         state: dict[str, Any] = {}
-        if self.model is not None:
-            tensors = model_tensors(self.model)
+        if self._live is not None:
+            tensors = self._live.tensors()
             state["model"] = tensors.state_dict()
             state["tied"] = tensors.tied
-        if (optimizer := self._live_optimizer()) is not None:
-            state["optimizer"] = optimizer.collect()
+            if (optimizer := self._live.live_optimizer()) is not None:
+                state["optimizer"] = optimizer.collect()
         for (first, *rest), part in self._parts.items():
             if rest:
                 state.setdefault(first, {})[rest[0]] = part.state_dict()
@@ -154,11 +154,11 @@ class TrainState:
             allowed: Whether the caller lets a name be missing.
         """
         plan = RestorePlan()
-        if self.model is not None:
-            plan_model(model_tensors(self.model), saved, plan)
-        known = frozenset(name for group in saved_groups(saved) for name in group["params"])
-        if (optimizer := self._live_optimizer(known)) is not None:
-            plan_optimizer(optimizer, saved, plan)
+        if self._live is not None:
+            plan_model(self._live.tensors(), saved, plan)
+            known = frozenset(name for group in saved_groups(saved) for name in group["params"])
+            if (optimizer := self._live.live_optimizer(known)) is not None:
+                plan_optimizer(optimizer, saved, plan)
         resized = world_size != saved.world_size
         if resized:  # a part's own differences are judged with the part
             plan.derived.extend(
@@ -166,7 +166,10 @@ class TrainState:
                 for p in saved.varying
                 if p[0] in ("model", "optimizer") and p in plan.leaves
             )
+        is_other = plan_engine(saved, plan, is_engine=self._engine is not None)
         for prefix, part in self._parts.items():
+            if part is self._engine and is_other:
+                continue
             how = Resize(resized, allowed, reshards=".".join(prefix) in self.reshard)
             plan_part(prefix, part, saved, plan, how)
         if rank < saved.world_size:
@@ -252,15 +255,8 @@ class TrainState:
         with torch.no_grad():
             for target, source in plan.copies:
                 target.copy_(source)
-        if self.model is not None:
-            free_gathered(self.model)
-            _apply_detached(self.model, leaves)
-        saved = subtree(leaves, "optimizer") or {}
-        known = frozenset(
-            name for g in saved.get("param_groups", {}).values() for name in g["params"]
-        )
-        if (optimizer := self._live_optimizer(known)) is not None:
-            optimizer.apply(saved, plan.fresh)
+        if self._live is not None:
+            apply_model(self._live, plan, leaves)
         for prefix, part, content in self._contents(plan, leaves):
             if not _is_plain(leaves, prefix):
                 part.load_state_dict(content)
@@ -269,16 +265,15 @@ class TrainState:
         elif any(path[0] == "rng" for path in leaves):
             restore_random_state(self._saved_random_state(leaves), self.generators)
 
+    def refresh(self, plan: RestorePlan) -> None:
+        """Bring up to date what follows from what was applied; called by every rank, after :meth:`apply`."""
+        if self._live is not None:
+            self._live.refresh()
+        if self._engine is not None and "engine" in plan.derived:
+            self._engine.follow(self.progress)
+
 
 def _is_plain(leaves: Mapping[Path, Any], prefix: tuple[str, ...]) -> bool:
     """Whether a part's state comes without tensors that are still to be filled."""
     inside = (leaf for path, leaf in leaves.items() if path[: len(prefix)] == prefix)
     return not any(isinstance(leaf, torch.Tensor) for leaf in inside)
-
-
-def _apply_detached(model: nn.Module, leaves: Mapping[Path, Any]) -> None:
-    """Hand back to modules what they make up in their ``state_dict``."""
-    for name, detached in model_tensors(model).detached.items():
-        inside = {path: leaf for path, leaf in leaves.items() if path[:2] == ("model", name)}
-        if inside:
-            detached.put(subtree(inside, "model", name))
