@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +15,9 @@ pytestmark = pytest.mark.few_ranks
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_checkpointing") is not None, reason="the libraries are here"
+)
 def test_the_bench_says_in_one_line_what_is_missing() -> None:
     """Without the other libraries it starts no rank, and names what to install and how."""
     done = subprocess.run(
@@ -30,7 +34,7 @@ def test_the_bench_says_in_one_line_what_is_missing() -> None:
 
 
 def test_a_file_that_was_fsynced_whole_is_durable(tmp_path: Path) -> None:
-    """The verdict tells files that were fsynced, by a child process too, from others; and those that grew later."""
+    """The verdict tells files that were fsynced, by a child process too, from others, and those that grew."""
     script = """
 import os, subprocess, sys
 from pathlib import Path

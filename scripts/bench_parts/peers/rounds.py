@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from bench_parts.clock import Clock, Spans, run_rounds
 from bench_parts.peers.grounds import Ground
@@ -81,7 +82,7 @@ class PeerRounds:
         error = ""
         try:
             self._save_and_load(name)
-        except (Exception, dist.DistError) as e:
+        except (Exception, CheckpointException) as e:
             error = f"{type(e).__name__}: {e}".strip().splitlines()[0]
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, error)
