@@ -160,7 +160,7 @@ def run_ranks(
 
     Each rank runs on one torch thread and has ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and
     ``LOCAL_WORLD_SIZE`` set, as under torchrun. Afterwards the group ends as
-    :mod:`fsdp_ckpt.process_groups` states.
+    :mod:`fsdp_ckpt.process_groups` states. One thread at a time: to start a process polls all others.
 
     Args:
         fn: A function at the top level of a module, a test module or a script's ``__main__`` too.
