@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from fsdp_ckpt.life.step_outcome import StepOutcome
     from fsdp_ckpt.manager import CheckpointManager
     from fsdp_ckpt.options import SaveOptions
-    from fsdp_ckpt.process_groups import end_process_group, process_group
-    from fsdp_ckpt.restore_report import RestoreReport
-    from fsdp_ckpt.save_handle import SaveHandle
+    from fsdp_ckpt.ranks.process_groups import end_process_group, process_group
+    from fsdp_ckpt.restoring.report import RestoreReport
+    from fsdp_ckpt.saving.handle import SaveHandle
     from fsdp_ckpt.stability.save_policy import SavePolicy
     from fsdp_ckpt.stability.spike_policy import SpikePolicy
     from fsdp_ckpt.state import Progress, RankLocal, ResumableSampler, TrainState, make_loader
@@ -70,9 +70,9 @@ _HOMES = {
     "fsdp_ckpt.life.step_outcome": ("StepOutcome",),
     "fsdp_ckpt.manager": ("CheckpointManager",),
     "fsdp_ckpt.options": ("SaveOptions",),
-    "fsdp_ckpt.process_groups": ("end_process_group", "process_group"),
-    "fsdp_ckpt.restore_report": ("RestoreReport",),
-    "fsdp_ckpt.save_handle": ("SaveHandle",),
+    "fsdp_ckpt.ranks.process_groups": ("end_process_group", "process_group"),
+    "fsdp_ckpt.restoring.report": ("RestoreReport",),
+    "fsdp_ckpt.saving.handle": ("SaveHandle",),
     "fsdp_ckpt.stability.save_policy": ("SavePolicy",),
     "fsdp_ckpt.stability.spike_policy": ("SpikePolicy",),
     "fsdp_ckpt.state": ("Progress", "RankLocal", "ResumableSampler", "TrainState", "make_loader"),

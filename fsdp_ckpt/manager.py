@@ -23,11 +23,11 @@ from fsdp_ckpt.errors import CheckpointError, ClosedError, describe
 from fsdp_ckpt.life.run_life import RunLife
 from fsdp_ckpt.life.step_outcome import StepOutcome
 from fsdp_ckpt.options import SaveMode, SaveOptions
-from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.restore_report import Allowed, RestoreReport
-from fsdp_ckpt.restoring import Restorer
-from fsdp_ckpt.save_handle import SaveHandle
-from fsdp_ckpt.saving import Saver
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.restoring.report import Allowed, RestoreReport
+from fsdp_ckpt.restoring.restorer import Restorer
+from fsdp_ckpt.saving.handle import SaveHandle
+from fsdp_ckpt.saving.saver import Saver
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.stability.spike_policy import SpikePolicy
@@ -38,7 +38,7 @@ from fsdp_ckpt.telemetry.start import start_telemetry
 from fsdp_ckpt.writer.job import store_address
 
 if TYPE_CHECKING:
-    from fsdp_ckpt.replicas import CheckReplicas
+    from fsdp_ckpt.saving.replicas import CheckReplicas
     from fsdp_ckpt.state.train_state import TrainState
 
 __all__ = ["CheckpointManager"]

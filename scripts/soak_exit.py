@@ -1,7 +1,7 @@
 """Count unclean ends of short training jobs: `python scripts/soak_exit.py 50`.
 
-A gloo group can abort the interpreter when it exits, after all work is done (see fsdp_ckpt.process_groups):
-no single run proves that it does not. Prints one JSON line; exit code 0 only when every run ended clean.
+A gloo group can abort the interpreter when it exits, after all work is done: no single run proves that it
+does not (see fsdp_ckpt.ranks.process_groups). Prints one JSON line; exit code 0 only when every run ended clean.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _run_ranked(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     """Consolidate as one of the ranks that torchrun has started; rank 0 speaks for all."""
     # Not at the top: they load torch.
     from fsdp_ckpt.hf.ranked import consolidate_on_ranks
-    from fsdp_ckpt.process_groups import process_group
+    from fsdp_ckpt.ranks.process_groups import process_group
 
     is_first = os.environ.get("RANK") == "0"
     try:

@@ -18,7 +18,7 @@ from fsdp_ckpt.hf.ranked_copy import RankedCopy
 from fsdp_ckpt.hf.report import ConsolidateReport, Meter
 from fsdp_ckpt.hf.rounds import share_out
 from fsdp_ckpt.hf.source import check_headers
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 
 __all__ = ["consolidate_on_ranks"]
 

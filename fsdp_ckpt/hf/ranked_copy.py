@@ -31,7 +31,7 @@ from fsdp_ckpt.hf.segments import SegmentKey, SourceSegments
 from fsdp_ckpt.hf.source import Fill, Want, copy_parts, plan_fill
 from fsdp_ckpt.plan.box import relative_slices
 from fsdp_ckpt.plan.image import PAGE_BYTES
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.storage.in_order import InOrderWriter
 from fsdp_ckpt.storage.shard_io import run_all
 

@@ -30,11 +30,11 @@ from fsdp_ckpt.life.stepping import Stepper
 from fsdp_ckpt.life.watching import RunWatch
 from fsdp_ckpt.life.way_back import WayBack
 from fsdp_ckpt.options import SaveMode
-from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.restore_report import Allowed, RestoreReport
-from fsdp_ckpt.restoring import Restorer
-from fsdp_ckpt.save_handle import SaveHandle
-from fsdp_ckpt.saving import Saver
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.restoring.report import Allowed, RestoreReport
+from fsdp_ckpt.restoring.restorer import Restorer
+from fsdp_ckpt.saving.handle import SaveHandle
+from fsdp_ckpt.saving.saver import Saver
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.stability.spike_policy import SpikeDecision, SpikePolicy
 from fsdp_ckpt.state.data import ResumableSampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fsdp_ckpt.save_handle import SaveHandle
+from fsdp_ckpt.saving.handle import SaveHandle
 
 __all__ = ["StepOutcome"]
 

@@ -23,7 +23,7 @@ from typing import Any
 from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.life.signals import SignalWatch
 from fsdp_ckpt.life.watching import RunWatch
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.stability.save_policy import SavePolicy, SaveReason, StepFacts, merge_facts
 from fsdp_ckpt.stability.spike_policy import SpikeDecision
 from fsdp_ckpt.state.progress import Progress

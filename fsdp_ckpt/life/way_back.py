@@ -21,10 +21,10 @@ from fsdp_ckpt.commit.good import find_good, find_target
 from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, RunStoppedError
 from fsdp_ckpt.life.housekeeping import Housekeeper
 from fsdp_ckpt.life.watching import RunWatch
-from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.restore_report import Allowed, RestoreReport
-from fsdp_ckpt.restoring import Restorer
-from fsdp_ckpt.saving import Saver
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.restoring.report import Allowed, RestoreReport
+from fsdp_ckpt.restoring.restorer import Restorer
+from fsdp_ckpt.saving.saver import Saver
 from fsdp_ckpt.stability.spike_policy import SpikeDecision
 from fsdp_ckpt.storage.store import Store
 

@@ -11,7 +11,10 @@ from torch.distributed.tensor import Placement
 
 from fsdp_ckpt.manifest.tree import Path, unflatten
 
-__all__ = ["RestorePlan", "SavedState", "SavedTensor", "subtree"]
+__all__ = ["RUN_SECTION", "RestorePlan", "SavedState", "SavedTensor", "subtree"]
+
+# First element of the paths of what the run knew of itself, beside the training state.
+RUN_SECTION = "run"
 
 
 @dataclass(frozen=True, slots=True)

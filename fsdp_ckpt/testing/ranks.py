@@ -160,7 +160,7 @@ def run_ranks(
 
     Each rank runs on one torch thread and has ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and
     ``LOCAL_WORLD_SIZE`` set, as under torchrun. Afterwards the group ends as
-    :mod:`fsdp_ckpt.process_groups` states. One thread at a time: to start a process polls all others.
+    :mod:`fsdp_ckpt.ranks.process_groups` states. One thread at a time: to start a process polls all others.
 
     Args:
         fn: A function at the top level of a module, a test module or a script's ``__main__`` too.
@@ -299,7 +299,7 @@ def _run_rank(job: _Job, rank: int) -> None:
     # Not at the top: the variables above must be set before torch is loaded.
     import torch
 
-    from fsdp_ckpt.process_groups import process_group
+    from fsdp_ckpt.ranks.process_groups import process_group
 
     torch.set_num_threads(1)
     try:

@@ -33,7 +33,7 @@ from fsdp_ckpt.hf.layout import OutputFile, OutputTensor, index_of, lay_out_file
 from fsdp_ckpt.hf.output import OutputFolder, open_output, read_companions
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.state.model import model_tensors
 from fsdp_ckpt.storage.in_order import InOrderWriter
 from fsdp_ckpt.storage.open import open_store

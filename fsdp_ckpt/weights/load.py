@@ -23,7 +23,7 @@ from fsdp_ckpt.errors import MismatchError
 from fsdp_ckpt.hf.model_files import ModelFile, ModelFiles, open_model_files
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.plan.box import Box
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.state.flat_units import free_gathered
 from fsdp_ckpt.state.model import ModelTensors, model_tensors
 from fsdp_ckpt.state.planning import plan_model

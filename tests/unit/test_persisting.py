@@ -7,8 +7,8 @@ import threading
 from concurrent.futures import Future
 
 from fsdp_ckpt.commit.catalog import CheckpointInfo
-from fsdp_ckpt.persisting import Persister
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.saving.persisting import Persister
 
 INFO = CheckpointInfo(
     step=1, attempt="a", generation=0, world_size=1, num_bytes=1, created="", url="u"

@@ -8,7 +8,7 @@ import torch
 from fsdp_ckpt import MismatchError, Progress, SavePolicy
 from fsdp_ckpt.life.stepping import MAX_LOOK_S, MAX_LOOK_STEPS, Stepper, _Pace
 from fsdp_ckpt.life.watching import RunWatch
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.stability.health import Candidate
 from fsdp_ckpt.stability.interval import daly_interval
 from fsdp_ckpt.stability.save_costs import SaveCosts

@@ -14,7 +14,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fsdp_ckpt.agreeing import Agreeing
 from fsdp_ckpt.commit.catalog import CheckpointInfo, SkippedCheckpoint, step_folder
 from fsdp_ckpt.commit.current_branch import CurrentBranch
 from fsdp_ckpt.commit.fence import pass_fence
@@ -30,13 +29,14 @@ from fsdp_ckpt.dcp.shard_image import ShardImage
 from fsdp_ckpt.errors import AlreadyCommittedError, IncompleteWriteError
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.options import SaveMode, SaveOptions
-from fsdp_ckpt.persisting import Persister
-from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.replicas import CheckReplicas, check_replicas
-from fsdp_ckpt.save_handle import SaveHandle
-from fsdp_ckpt.save_notes import SaveNotes, with_facts
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.saving.agreeing import Agreeing
+from fsdp_ckpt.saving.handle import SaveHandle
+from fsdp_ckpt.saving.notes import SaveNotes, with_facts
+from fsdp_ckpt.saving.persisting import Persister
+from fsdp_ckpt.saving.replicas import CheckReplicas, check_replicas
+from fsdp_ckpt.saving.staging import ImagePlace, Stager
 from fsdp_ckpt.snapshot.buffer import ImagePool
-from fsdp_ckpt.staging import ImagePlace, Stager
 from fsdp_ckpt.state.names import changes_in_step
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.store import Store

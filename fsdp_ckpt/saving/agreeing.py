@@ -10,7 +10,7 @@ from fsdp_ckpt.dcp.agreement import Agreement, agree
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
 from fsdp_ckpt.dcp.summary import Summary
 from fsdp_ckpt.errors import MismatchError
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 
 __all__ = ["Agreeing"]
 

@@ -32,7 +32,7 @@ from fsdp_ckpt.state.names import changes_in_step
 if TYPE_CHECKING:
     from fsdp_ckpt.dcp.agreement import Agreement
     from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
-    from fsdp_ckpt.ranks import RankGroup
+    from fsdp_ckpt.ranks.group import RankGroup
 
 __all__ = ["CheckReplicas", "check_replicas"]
 

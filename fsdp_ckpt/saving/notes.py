@@ -14,11 +14,9 @@ from fsdp_ckpt.commit.receipt import Attempt
 from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import CODEC
 from fsdp_ckpt.manifest.tree import flatten, path_name
+from fsdp_ckpt.state.saved import RUN_SECTION
 
-__all__ = ["RUN_SECTION", "SaveNotes", "with_facts"]
-
-# First element of the paths of such values.
-RUN_SECTION = "run"
+__all__ = ["SaveNotes", "with_facts"]
 
 
 class SaveNotes(Protocol):

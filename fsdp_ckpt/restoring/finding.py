@@ -34,7 +34,7 @@ from fsdp_ckpt.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from fsdp_ckpt.restore_report import Allowed
+from fsdp_ckpt.restoring.report import Allowed
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["CheckpointFinder"]

@@ -23,8 +23,8 @@ from fsdp_ckpt.dcp.shard_image import ShardImage
 from fsdp_ckpt.errors import describe
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.options import OnBusy, SaveMode, SaveOptions
-from fsdp_ckpt.persisting import Persister
 from fsdp_ckpt.plan.image import Entry, ImageLayout
+from fsdp_ckpt.saving.persisting import Persister
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import SideStreams

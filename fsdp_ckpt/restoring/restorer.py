@@ -23,13 +23,12 @@ from fsdp_ckpt.dcp.part_states import PART_CODEC, part_state
 from fsdp_ckpt.dcp.reader import Fetched, ShardedStorageReader
 from fsdp_ckpt.dcp.saved_state import saved_state
 from fsdp_ckpt.errors import CheckpointError, CorruptCheckpointError, NotFoundError
-from fsdp_ckpt.finding import CheckpointFinder
 from fsdp_ckpt.manifest.tree import Path, path_name
-from fsdp_ckpt.ranks import RankGroup
-from fsdp_ckpt.restore_report import Allowed, RestoreReport
-from fsdp_ckpt.save_notes import RUN_SECTION
+from fsdp_ckpt.ranks.group import RankGroup
+from fsdp_ckpt.restoring.finding import CheckpointFinder
+from fsdp_ckpt.restoring.report import Allowed, RestoreReport
 from fsdp_ckpt.snapshot.buffer import ImagePool
-from fsdp_ckpt.state.saved import RestorePlan, SavedState, subtree
+from fsdp_ckpt.state.saved import RUN_SECTION, RestorePlan, SavedState, subtree
 from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.telemetry.restore_trace import RestoreTrace
 from fsdp_ckpt.telemetry.tracing import OFF, Telemetry

@@ -28,7 +28,7 @@ from fsdp_ckpt.errors import (
     error_from_json,
     error_to_json,
 )
-from fsdp_ckpt.rank_store import connect
+from fsdp_ckpt.ranks.connection import connect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

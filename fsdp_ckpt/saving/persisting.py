@@ -21,7 +21,7 @@ from typing import Any
 
 from fsdp_ckpt.commit.catalog import CheckpointInfo
 from fsdp_ckpt.errors import StorageError, describe
-from fsdp_ckpt.ranks import RankGroup
+from fsdp_ckpt.ranks.group import RankGroup
 from fsdp_ckpt.writer import ProcessWriter, ShardWriter, ThreadWriter
 
 __all__ = ["Persister"]

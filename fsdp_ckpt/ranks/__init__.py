@@ -1,0 +1,1 @@
+"""What ranks tell each other: with deadlines, through a store, without collectives."""

@@ -1,0 +1,1 @@
+"""One restore, from the newest whole checkpoint to the live state."""

@@ -1,0 +1,1 @@
+"""One save, from live state to a committed checkpoint, and those that are under way."""
