@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_ckpt.manifest.tree import Path, path_name
 from fsdp_ckpt.plan.box import Box
@@ -30,6 +30,9 @@ class TensorRow:
         shape: Global shape.
         layout: Rule that gives every rank's chunk.
         replica: Which of the layout's replicas was written.
+
+    Attributes:
+        name: The path joined by dots; asked for so often that it is kept.
     """
 
     path: Path
@@ -37,11 +40,10 @@ class TensorRow:
     shape: tuple[int, ...]
     layout: Layout
     replica: int = 0
+    name: str = field(init=False, compare=False, repr=False)
 
-    @property
-    def name(self) -> str:
-        """The path joined by dots."""
-        return path_name(self.path)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", path_name(self.path))
 
     @property
     def num_bytes(self) -> int:
