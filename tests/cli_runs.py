@@ -34,11 +34,13 @@ class CliRun:
 
     Args:
         line: With ``{root}``, ``{hf}`` and ``{out}`` for where the checkpoint, the model and the result are.
-        well: States in which all is well: exit code 0. In all others it is 1.
+        well: States in which all is well: exit code 0.
+        error_code: In all others.
     """
 
     line: str
     well: tuple[State, ...]
+    error_code: int = 1
 
     def __str__(self) -> str:
         return self.line
@@ -73,6 +75,9 @@ COMMANDS = (
     CliRun("prune {root} --last 1", MANIFEST_IS_THERE),  # what is damaged it leaves alone
     CliRun("pin {root} 5", MANIFEST_IS_THERE),
     CliRun("pin {root} 5 --unpin", MANIFEST_IS_THERE),
+    CliRun("diff {root} {root}", ("good",), error_code=2),
+    CliRun("plan {root} --world-size 3", SIZES_ARE_RIGHT),
+    CliRun("repair {root}", ("torn", *SIZES_ARE_RIGHT)),
     CliRun("interval --cost 6s --mtbf 3h --ranks 8", STATES),
     CliRun("schema ls", STATES),
 )

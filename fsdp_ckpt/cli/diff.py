@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 
 from fsdp_ckpt.cli.arguments import add_json, add_patterns, positive
 from fsdp_ckpt.cli.progress import ProgressLine
-from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line, print_table
 from fsdp_ckpt.compare.diff import diff
 from fsdp_ckpt.compare.difference import Difference, TensorDifference
 from fsdp_ckpt.hf.selection import What
@@ -78,25 +78,26 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_text(found: Difference) -> None:
     for title, absent in (("ONLY IN A", found.only_in_a), ("ONLY IN B", found.only_in_b)):
         if absent:
-            print(title)
-            print("\n".join(_label(item.name, item.rank) for item in absent))
-            print()
+            print_line(title)
+            for item in absent:
+                print_line(_label(item.name, item.rank))
+            print_line()
     if found.tensors:
         head = ("TENSOR", "A", "B", "DIFFERING", "MAX ABS", "RMS")
         print_table(head, [_row(t) for t in found.tensors], right=(3, 4, 5))
-        print()
+        print_line()
     if found.values:
         rows = [(_label(v.name, v.rank), _cut(v.a), _cut(v.b)) for v in found.values]
         print_table(("VALUE", "A", "B"), rows)
-        print()
+        print_line()
     for line in found.not_compared:
-        print(f"not compared: {line}")
+        print_line(f"not compared: {line}")
     num_names = len(found.only_in_a) + len(found.only_in_b)
     outcome = "nothing differs"
     if not found.is_empty:
         outcome = f"{len(found.tensors)} tensor(s) and {len(found.values)} value(s) differ"
         outcome += f", {num_names} name(s) on one side only" if num_names else ""
-    print(
+    print_line(
         f"{found.a} and {found.b}: {found.num_tensors} tensors, {bytes_text(found.num_bytes)}, and "
         f"{found.num_values} values compared: {outcome}"
     )

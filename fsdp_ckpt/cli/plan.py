@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.cli.arguments import add_checkpoint, add_json, open_named, positive
-from fsdp_ckpt.cli.text import bytes_text, print_json, print_table
+from fsdp_ckpt.cli.text import bytes_text, fail, print_json, print_line, print_table
 from fsdp_ckpt.compare.fit import Fit, fit
 from fsdp_ckpt.compare.forecast import Forecast, forecast
 from fsdp_ckpt.errors import MismatchError
@@ -71,7 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         print_json(_document(found, fits, loads))
     else:
         _print_text(found, fits, loads)
-    return 0 if loads else 1
+    if loads:
+        return 0
+    why = (
+        found.problems[0] if found.problems else f"what {arguments.against} holds is another model"
+    )
+    return fail(
+        f"{found.url}: does not load on {found.world_size} rank(s) as {found.layout}: {why}; the report "
+        "names all that is in the way"
+    )
 
 
 def _layout(text: str) -> tuple[Kind, tuple[int, int] | None]:
@@ -109,24 +117,26 @@ def _document(found: Forecast, fits: Fit | None, loads: bool) -> dict[str, Any]:
 
 
 def _print_text(found: Forecast, fits: Fit | None, loads: bool) -> None:
-    print(
+    print_line(
         f"{found.url}: step {found.step}, saved by {found.saved_world_size} rank(s), on "
-        f"{found.world_size} rank(s) as {found.layout}\n"
+        f"{found.world_size} rank(s) as {found.layout}"
     )
+    print_line()
     _print_ranks(found)
-    print(
-        f"\nall ranks read {bytes_text(found.read_bytes)}; the one that reads the most, "
+    print_line()
+    print_line(
+        f"all ranks read {bytes_text(found.read_bytes)}; the one that reads the most, "
         f"{found.imbalance:.2f} x the mean"
     )
-    print(f"random states: {found.random_states}")
-    print(f"data cursor: {found.data_cursor}")
+    print_line(f"random states: {found.random_states}")
+    print_line(f"data cursor: {found.data_cursor}")
     for name in found.derived:
-        print(f"differs between ranks, the lowest rank's is taken: {name}")
+        print_line(f"differs between ranks, the lowest rank's is taken: {name}")
     if fits is not None:
         _print_fit(fits)
     for line in found.problems:
-        print(f"in the way: {line}")
-    print("loads" if loads else "DOES NOT LOAD")
+        print_line(f"in the way: {line}")
+    print_line("loads" if loads else "DOES NOT LOAD")
 
 
 def _print_ranks(found: Forecast) -> None:
@@ -148,18 +158,18 @@ def _print_ranks(found: Forecast) -> None:
     head = ("RANK", "STATE", "READS", "EXCESS", "FILES", "RANGES", "REQUESTS", "MEMORY")
     print_table(head, rows, right=range(len(head)))
     if len(found.ranks) > len(rows):
-        print(f"and {len(found.ranks) - len(rows)} ranks that read no more")
+        print_line(f"and {len(found.ranks) - len(rows)} ranks that read no more")
 
 
 def _print_fit(fits: Fit) -> None:
-    print(f"against {fits.against}: {fits.num_names} names in common")
+    print_line(f"against {fits.against}: {fits.num_names} names in common")
     for title, names in (
         ("missing in the checkpoint", fits.missing),
         ("in the checkpoint, not there", fits.unexpected),
     ):
         for name in names[:SHOWN_NAMES]:
-            print(f"{title}: {name}")
+            print_line(f"{title}: {name}")
         if len(names) > SHOWN_NAMES:
-            print(f"{title}: and {len(names) - SHOWN_NAMES} more")
+            print_line(f"{title}: and {len(names) - SHOWN_NAMES} more")
     for line in (*fits.shapes, *fits.dtypes, *fits.kinds):
-        print(line)
+        print_line(line)

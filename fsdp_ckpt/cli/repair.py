@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_root, no_checkpoint, positive
-from fsdp_ckpt.cli.text import print_json
+from fsdp_ckpt.cli.text import fail, print_json, print_line
 from fsdp_ckpt.commit.catalog import list_steps, step_folder
 from fsdp_ckpt.commit.publish import holds_checkpoint
 from fsdp_ckpt.commit.repair import (
@@ -69,7 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"root": store.url, "dry_run": options.dry_run, "steps": _plain(found)})
     else:
         _print_text(found)
-    return 0 if all(item.state in ("whole", "repaired") for item in found) else 1
+    left = [item for item in found if item.state not in ("whole", "repaired")]
+    if not left:
+        return 0
+    remedy = "repair without --dry-run" if options.dry_run else "restore another step"
+    return fail(f"{store.url}: {len(left)} of {len(found)} step(s) not whole; {remedy}")
 
 
 def _repair(store: Store, step: int | None, options: RepairOptions) -> list[StepRepair]:
@@ -105,8 +109,10 @@ def _print_text(found: Sequence[StepRepair]) -> None:
     for item in found:
         what = item.url if item.step is None else f"step {item.step}"
         attempt = f", attempt {item.attempt}" if item.attempt is not None else ""
-        print(f"{what}: {_STATES[item.state]}{attempt}")
+        print_line(f"{what}: {_STATES[item.state]}{attempt}")
         for reason in item.reasons:
-            print(f"    {reason}")
+            print_line(f"    {reason}")
     num = {state: sum(item.state == state for item in found) for state in _STATES}
-    print(", ".join(f"{count} {_STATES[state].lower()}" for state, count in num.items() if count))
+    print_line(
+        ", ".join(f"{count} {_STATES[state].lower()}" for state, count in num.items() if count)
+    )

@@ -176,6 +176,8 @@ def _print_head(document: dict[str, Any]) -> None:
 
 
 def _print_tensors(tensors: list[dict[str, Any]]) -> None:
+    if not tensors:
+        return
     print_line()
     rows = [
         (t["name"], t["dtype"], t["shape"], t["layout"], bytes_text(t["num_bytes"]))

@@ -221,7 +221,8 @@ def test_what_is_missing_is_named(
     captured = capsys.readouterr()
     assert "step 2: CANNOT BE REPAIRED" in captured.out
     assert captured.out.endswith("1 whole, 1 cannot be repaired\n")
-    assert captured.err == ""
+    assert captured.err.startswith("fsdp-ckpt: error: ")
+    assert captured.err.count("\n") == 1
 
 
 def test_without_reading_the_data_headers_are_enough(root: Path, capsys: Capture) -> None:
