@@ -1,7 +1,7 @@
 """Count unclean ends of short training jobs: `python scripts/soak_exit.py 50`.
 
 A gloo group can abort the interpreter when it exits, after all work is done: no single run proves that it
-does not. See fsdp_ckpt.ranks.process_groups. Prints one JSON line; exit code 0 only when all runs ended clean.
+does not. See fsdp_ckpt.ranks.process_groups. Prints one JSON line; exit code 0 only if all runs ended clean.
 """
 
 from __future__ import annotations
