@@ -71,6 +71,9 @@ COMMANDS = (
     CliRun("consolidate {root} {out} --what all", ("good",)),
     CliRun("consolidate {root} {out} --what all --dry-run", SIZES_ARE_RIGHT),
     CliRun("import {hf} {out}", ("good", "flipped")),  # the files have no digests
+    # Both need what no state has; their own tests show them well.
+    CliRun("import-deepspeed {hf} {out}", ()),
+    CliRun("report {root}", ()),
     CliRun("reshard {root} {out} --world-size 1", ("good",)),
     CliRun("prune {root} --last 1", MANIFEST_IS_THERE),  # what is damaged it leaves alone
     CliRun("pin {root} 5", MANIFEST_IS_THERE),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
 from fsdp_ckpt.cli.arguments import add_json, add_threads, positive
-from fsdp_ckpt.cli.text import bytes_text, print_json
+from fsdp_ckpt.cli.text import bytes_text, print_json, print_line, warn
 from fsdp_ckpt.deepspeed.importer import import_deepspeed
 
 if TYPE_CHECKING:
@@ -60,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         num_threads=arguments.threads,
     )
     for name in report.dropped:
-        print(f"fsdp-ckpt: warning: {name}: left out", file=sys.stderr)
+        warn(f"{name}: left out")
     if arguments.json:
         print_json(dataclasses.asdict(report))
     else:
-        print(
+        print_line(
             f"{report.source} -> {report.output}: step {report.step}, {report.num_tensors} tensors, "
             f"{bytes_text(report.total_bytes)}, from {report.saved_world_size} rank(s) of stage "
             f"{report.stage} to {report.world_size} rank(s)"

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.cli.arguments import add_json, add_root
-from fsdp_ckpt.cli.text import print_json, print_table
+from fsdp_ckpt.cli.text import print_json, print_line, print_table
 from fsdp_ckpt.report.digest import digest
 from fsdp_ckpt.report.figures import figures_of, timelines_of
 from fsdp_ckpt.report.page import WIDE, to_html
@@ -81,9 +81,9 @@ def to_document(found: Run, written: list[str]) -> dict[str, Any]:
 
 def _print_text(found: Run, written: list[str]) -> None:
     for number in summary_of(found):
-        print(f"{number.value:>12}  {number.name}")
+        print_line(f"{number.value:>12}  {number.name}")
     if found.saves:
-        print()
+        print_line()
         head = ("STEP", "OUTCOME", "STALL", "TOTAL", "LAST RANK")
         rows = []
         for save in reversed(found.saves[-NUM_SHOWN:]):
@@ -94,8 +94,8 @@ def _print_text(found: Run, written: list[str]) -> None:
         print_table(head, rows, right=(0, 2, 3))
     for incident in found.incidents[-NUM_SHOWN:]:
         at = "" if incident.step is None else f" at step {incident.step}"
-        print(f"{incident.kind}{at}: {incident.text}")
+        print_line(f"{incident.kind}{at}: {incident.text}")
     for note in found.notes:
-        print(f"note: {note}")
+        print_line(f"note: {note}")
     for url in written:
-        print(f"wrote {url}")
+        print_line(f"wrote {url}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fsdp_ckpt import AlreadyCommittedError, CheckpointManager, NotFoundError, TrainState
 from fsdp_ckpt.cli import main
+from fsdp_ckpt.cli.schema import read_schema
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.deepspeed import import_deepspeed
 from fsdp_ckpt.hf.consolidate import consolidate
@@ -173,6 +176,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source, root = str(KEPT / "stage1"), str(tmp_path / "run")
     assert main(["import-deepspeed", source, root, "--world-size", "3"]) == 0
     assert "from 2 rank(s) of stage 1 to 3 rank(s)" in capsys.readouterr().out
+    again = ["import-deepspeed", source, str(tmp_path / "again"), "--json"]
+    assert main(again) == 0
+    jsonschema.validate(json.loads(capsys.readouterr().out), read_schema("import-deepspeed"))
     assert main(["import-deepspeed", source, root]) == 1
     assert "a run is here already" in capsys.readouterr().err
 

@@ -10,9 +10,11 @@ from html.parser import HTMLParser
 from itertools import combinations
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from fsdp_ckpt.cli import main
+from fsdp_ckpt.cli.schema import read_schema
 from fsdp_ckpt.report.digest import digest
 from fsdp_ckpt.report.figures import figures_of, timelines_of
 from fsdp_ckpt.report.page import NARROW, WIDE, to_html
@@ -362,6 +364,7 @@ def test_the_command_writes_page_pictures_and_json(tmp_path: Path, capsys: Captu
     command = ["report", str(tmp_path), "--out", str(out), "--png", str(folder), "--json"]
     assert main(command) == 0
     document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, read_schema("report"))
     assert out.read_text().startswith("<!doctype html>")
     pictures = sorted(folder.iterdir())
     names = ["progress", "rates", "save-20", "saves", "storage", "time"]
