@@ -56,6 +56,8 @@ def train(root: Path) -> None:
     if dist.get_rank() == 0:
         print(f"begins at step {done}", flush=True)
 
+    # A group of its own: what it exchanges in the background must not come between training's collectives.
+    background = dist.new_group()
     inputs = torch.linspace(-1, 1, 8 * 8).reshape(8, 8)
     pending = None
     for step in range(done + 1, NUM_STEPS + 1):
@@ -73,7 +75,10 @@ def train(root: Path) -> None:
             writer = ShardedStorageWriter(str(root / f"step-{step:09d}"))
             if step < NUM_STEPS:
                 pending = dcp.async_save(
-                    state, storage_writer=writer, planner=ShardSavePlanner()
+                    state,
+                    storage_writer=writer,
+                    planner=ShardSavePlanner(),
+                    process_group=background,
                 )
             else:
                 dcp.save(state, storage_writer=writer, planner=ShardSavePlanner())

@@ -8,7 +8,6 @@ Needs the ``hf`` extra. Started again with the same folder, it goes on after its
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
@@ -43,6 +42,19 @@ class Sequences(Dataset):
 class Printer(TrainerCallback):
     """Says where training is; ahead of the checkpoints, which come last."""
 
+    has_begun = False
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: object,
+    ) -> None:
+        if state.is_world_process_zero and not self.has_begun:
+            print(f"begins at step {state.global_step}", flush=True)
+        self.has_begun = True
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -76,10 +88,9 @@ def train(root: str) -> int:
     trainer = Trainer(
         GPT2LMHeadModel(config), args, train_dataset=Sequences(), callbacks=[Printer(), checkpoints]
     )
-    resume = checkpoints.resume_from(trainer)
-    trainer.train(resume_from_checkpoint=resume)
-    if int(os.environ.get("RANK", "0")) == 0 and checkpoints.report is not None:
-        print(f"begins at step {checkpoints.report.step or 0}", flush=True)
+    trainer.train(resume_from_checkpoint=checkpoints.resume_from(trainer))
+    if trainer.is_world_process_zero():
+        config.save_pretrained(f"{root}/config")  # for consolidation
     return checkpoints.exit_code
 
 

@@ -39,7 +39,7 @@ from fsdp_ckpt.state.train_state import TrainState
 __all__ = ["CheckpointCallback"]
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+class CheckpointCallback(TrainerCallback):
     """Saves and resumes a Trainer's training; the last one of its callbacks, on every rank::
 
         checkpoints = CheckpointCallback("run-1")
@@ -79,7 +79,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.report: RestoreReport | None = None
         self.exit_code = 0
         self._root = root
-        self._policies: dict[str, Any] = {"save": save or SavePolicy(), "keep": keep, "options": options}
+        self._policies: dict[str, Any] = {
+            "save": save or SavePolicy(),
+            "keep": keep,
+            "options": options,
+        }
         self._where: dict[str, Any] = {"timeout_s": timeout_s, "storage_options": storage_options}
         self._extra = dict(extra or {})
         self._manager: CheckpointManager | None = None
@@ -114,7 +118,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._resumed = _Resumed(report.step, self._part.content)
         # Trainer would look for weights of its own here; ours are restored when training begins. There is no
         # public way to say so: this name is in transformers from 4.0 to 5.24 at least.
-        trainer._load_from_checkpoint = lambda *args, **kwargs: None
+        trainer._load_from_checkpoint = _load_nothing  # type: ignore[method-assign]  # on purpose
         return self._resumed.folder.name
 
     # --- Trainer's events ---
@@ -233,6 +237,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._manager is None:
             raise ClosedError("no training is under way: trainer.train() was not begun, or ended")
         return self._manager
+
+
+def _load_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand where Trainer loads weights."""
 
 
 def _named(step: int | None) -> str:

@@ -71,7 +71,11 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path: Path)
     assert begins[1:] in (["begins at step 4"], ["begins at step 0"])
     last = lines[lines.index(begins[1], 1) + 1 :]
     first_life, second_life = ({l.split()[1]: l for l in part} for part in (lines[1:7], last))
-    assert all(second_life[step] == line for step, line in first_life.items() if step in second_life)
+    assert all(
+        second_life[step] == line for step, line in first_life.items() if step in second_life
+    )
     assert list(second_life)[-1] == "12"
-    whole = [found for found in find_checkpoints(open_store(root)) if isinstance(found, CheckpointInfo)]
+    whole = [
+        found for found in find_checkpoints(open_store(root)) if isinstance(found, CheckpointInfo)
+    ]
     assert [found.step for found in whole] == [12, 8, 4]
