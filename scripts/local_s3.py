@@ -2,7 +2,8 @@
 
     python scripts/local_s3.py torchrun --nproc-per-node 2 examples/fsdp2.py s3://bucket/run-1
 
-The command finds server and credentials in its environment, as it would find AWS's. Needs the s3 and dev extras.
+The command finds server and credentials in its environment, as it would find AWS's. Needs the s3 and dev
+extras.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ PAGE = ROOT / "docs/api.md"
 PACKAGES = ("fsdp_ckpt", "fsdp_ckpt.hf", "fsdp_ckpt.integrations.transformers", "fsdp_ckpt.testing")
 INTRO = """# Public names
 
-Made from the docstrings by `scripts/make_api_page.py`; change those, not this page. Shapes, units, which ranks
-call it, and the errors are said there.
+Made from the docstrings by `scripts/make_api_page.py`; change those, not this page. Shapes, units, which
+ranks call it, and the errors are said there.
 """
 
 

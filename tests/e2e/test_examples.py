@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,13 +48,13 @@ def run_twice(name: str, root: Path) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """What all of them printed; ranks start once for all, since that takes longer than the examples do."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     root = str(tmp_path_factory.mktemp("examples"))
     env = {"HF_HUB_OFFLINE": "1", **over_tcp()}
-    yield run_ranks(run_all, NUM_RANKS, root, env=env, timeout_s=280).values[0]
+    return run_ranks(run_all, NUM_RANKS, root, env=env, timeout_s=280).values[0]
 
 
 @pytest.mark.parametrize("name", NAMES)
