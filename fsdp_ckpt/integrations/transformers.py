@@ -30,7 +30,7 @@ from fsdp_ckpt.commit.retention import RetentionPolicy
 from fsdp_ckpt.errors import ClosedError, CorruptCheckpointError, MismatchError
 from fsdp_ckpt.manager import CheckpointManager
 from fsdp_ckpt.options import SaveOptions
-from fsdp_ckpt.restore_report import RestoreReport
+from fsdp_ckpt.restoring.report import RestoreReport
 from fsdp_ckpt.stability.save_policy import SavePolicy
 from fsdp_ckpt.state.rng import capture_random_state, isolated_random_state, restore_random_state
 from fsdp_ckpt.state.stateful import Stateful

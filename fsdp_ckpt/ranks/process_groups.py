@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["end_process_group", "process_group"]
 
@@ -53,7 +54,7 @@ def process_group(
     if init_method is None and (life := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
         # torchrun keeps one store for all lives of a job (torch 2.13): without a name of its own, this life's
         # ranks would find addresses, and answers, of ranks that are dead.
-        shared, rank, world_size = next(dist.rendezvous("env://", rank, world_size))  # type: ignore[operator]  # torch has a module of this name too
+        shared, rank, world_size = next(rendezvous("env://", rank, world_size))
         store = dist.PrefixStore(f"life-{life}", shared)  # type: ignore[attr-defined]  # torch lists no names
     dist.init_process_group(
         backend,
