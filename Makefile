@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 # Other libraries want other versions than we do, so what we are compared with has an environment of its own.
 PEERS ?= .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
-CODE := $(wildcard fsdp_ckpt tests scripts)
+CODE := $(wildcard fsdp_ckpt tests scripts examples)
 
 # Arithmetic and stores, many tests at once; servers and crashes in one process each, two files at once; then
 # those that start ranks themselves, one at a time, since each of them keeps every core busy. wildcard: only

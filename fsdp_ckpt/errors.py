@@ -1,8 +1,9 @@
 """One error tree, sorted by what the caller can do about it.
 
 Every error raised by this package is a :class:`CheckpointError`. Its first line says what happened,
-where (step, rank, key or file), what was expected and found, and what to do. Foreign errors (``OSError``,
-botocore's, DCP's ``CheckpointException``) are mapped where they enter.
+where (step, rank, key or file), what was expected and found, and what to do; a traceback shows below it where
+the documents go on. Foreign errors (``OSError``, botocore's, DCP's ``CheckpointException``) are mapped where
+they enter.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class CheckpointError(Exception):
         self.attempt = attempt
         self.rank = rank
         self.key = key
+        self.add_note(f"docs: {self.docs()}")
+
+    @classmethod
+    def docs(cls) -> str:
+        """Return where the documents tell of this error: a file of the repository, and an anchor in it."""
+        # A subclass defined elsewhere is told of as the error of the tree that it is.
+        kind = next(name for name in (c.__name__ for c in cls.__mro__) if name in __all__)
+        return f"docs/troubleshooting.md#{kind.lower()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return error_from_json, (error_to_json(self),)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,8 +87,10 @@ class RankGroup:
         if not (dist.is_available() and dist.is_initialized()):
             return cls(timeout_s=timeout_s)
         default, is_shared = connect(in_background=lingers)
+        # One store may serve all lives of a job under torchrun; see process_groups.
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store: Store = dist.PrefixStore(  # type: ignore[attr-defined]  # torch lists no names
-            f"fsdp_ckpt/{next(_numbers)}", default
+            f"fsdp_ckpt/{life}/{next(_numbers)}", default
         )
         return cls(
             dist.get_rank(),

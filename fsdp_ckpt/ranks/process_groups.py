@@ -17,11 +17,13 @@ drop: build model and optimizer in a function that is called inside the ``with``
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 __all__ = ["end_process_group", "process_group"]
 
@@ -48,8 +50,19 @@ def process_group(
         timeout_s: Seconds that one collective may take; ``None`` is the backend's default.
     """
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    store = None
+    if init_method is None and (life := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
+        # torchrun keeps one store for all lives of a job (torch 2.13): without a name of its own, this life's
+        # ranks would find addresses, and answers, of ranks that are dead.
+        shared, rank, world_size = next(rendezvous("env://", rank, world_size))
+        store = dist.PrefixStore(f"life-{life}", shared)  # type: ignore[attr-defined]  # torch lists no names
     dist.init_process_group(
-        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        backend,
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
     try:
         yield

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fsdp_ckpt.cli import main
 from tests.bits import bits
@@ -47,16 +46,6 @@ def test_quick_start_resumes_to_the_bit(tmp_path: Path, monkeypatch: pytest.Monk
     assert main(["verify", "run-1"]) == 0
 
 
-def test_plain_dcp_example_gives_back_what_it_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors and values come back through plain ``dcp.save`` and ``dcp.load``."""
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    found = run(block_with("dcp.save("))
-    assert bits(found["loaded"]) == bits(found["state"])
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_every_block_is_python(block: str) -> None:
     """No block has a syntax error, the ones that need several ranks neither."""
@@ -69,9 +58,3 @@ def test_commands_are_those_that_exist(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         main(["--help"])
     assert set(re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)) == set(listed)
-
-
-def test_links_lead_to_files() -> None:
-    """Every relative link names a file of the repository."""
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", README.read_text()):
-        assert (README.parent / target).exists(), target

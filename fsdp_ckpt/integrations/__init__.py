@@ -1,0 +1,1 @@
+"""Other trainers' loops on checkpoints of this package; each module needs the library it is named for."""
