@@ -109,6 +109,7 @@ def train(
         make_model(),
         args,
         train_dataset=Words(),
+        eval_dataset=Words(),
         callbacks=[Killer(kill_at, process=process), checkpoints],
     )
     trainer.train(resume_from_checkpoint=checkpoints.resume_from(trainer))
