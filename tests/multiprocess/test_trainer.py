@@ -222,19 +222,36 @@ def test_a_training_that_is_told_to_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert resumed == {**whole, "restored": 5}
 
 
-def test_a_damaged_checkpoint_is_said_and_then_passed_over(tmp_path: Path) -> None:
-    """Trainer has counted by then, so that this start fails; the next one begins with the one before."""
-    whole = train(str(tmp_path), **EVERY_FOUR)
-    (shard,) = tmp_path.glob("run/step-000000016/*/*.safetensors")
+def damage_newest(folder: Path) -> None:
+    shard = max(folder.glob("run/step-*/*/*.safetensors"))
     data = bytearray(shard.read_bytes())
-    data[4096] ^= 1  # the first tensor's first byte
+    data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(
-        CorruptCheckpointError, match="can only begin with the checkpoint of step 12"
-    ):
-        train(str(tmp_path), **EVERY_FOUR)
-    again = train(str(tmp_path), **EVERY_FOUR)
-    assert again == {**whole, "restored": 12}
+
+
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once where it shows at once; where only weights show it, the next start passes over it."""
+    from fsdp_ckpt.integrations.transformers import CheckpointCallback
+
+    whole = train(str(tmp_path), **EVERY_FOUR)
+    damage_newest(tmp_path)
+    assert train(str(tmp_path), **EVERY_FOUR) == {**whole, "restored": 12}
+    resume_from = CheckpointCallback.resume_from
+
+    def find_and_damage(self: Any, trainer: Any) -> Any:
+        found = resume_from(self, trainer)
+        damage_newest(tmp_path)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointCallback, "resume_from", find_and_damage)
+        with pytest.raises(
+            CorruptCheckpointError, match="only begin with the checkpoint of step 12"
+        ):
+            train(str(tmp_path), **EVERY_FOUR)
+    assert train(str(tmp_path), **EVERY_FOUR) == {**whole, "restored": 12}
 
 
 def test_what_needs_trainers_own_checkpoints_is_refused(tmp_path: Path) -> None:
