@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as e:
         if arguments.debug:
             traceback.print_exc()
-        remedy = "" if isinstance(e, CheckpointError) else "; --debug shows where"
+        remedy = f" (see {e.docs()})" if isinstance(e, CheckpointError) else "; --debug shows where"
         fail(describe(e) + remedy)
         return int(arguments.error_code)
 

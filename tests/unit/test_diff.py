@@ -91,7 +91,7 @@ def test_the_document_has_the_fields_that_are_written_down(tmp_path: Path, capsy
     """Every field stands in docs/commands.md."""
     first, second = save_trained(tmp_path / "a"), save_trained(tmp_path / "b", num_steps=3)
     text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-    section = text[text.index("## diff") : text.index("## plan")]
+    section = text[text.index("## `diff") : text.index("## `plan")]
     document = found(capsys, first, second)[1]
     for name in (*document, *document["tensors"][0], *document["values"][0]):
         assert re.search(rf"\b{name}\b", section), name

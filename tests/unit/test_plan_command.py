@@ -82,7 +82,7 @@ def test_the_same_ranks_read_their_own_files(root: Path, capsys: Capture) -> Non
 def test_the_document_has_the_fields_that_are_written_down(root: Path, capsys: Capture) -> None:
     """Every field stands in docs/commands.md."""
     text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-    section = text[text.index("## plan") : text.index("## repair")]
+    section = text[text.index("## `plan") : text.index("## `repair")]
     document = planned(capsys, root, "--against", root)[1]
     for name in (*document, *document["ranks"][0], *document["against"]):
         assert re.search(rf"\b{name}\b", section), name

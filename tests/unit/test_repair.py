@@ -141,7 +141,7 @@ def test_a_dry_run_changes_nothing(
 def test_the_document_has_the_fields_that_are_written_down(root: Path, capsys: Capture) -> None:
     """Every field stands in docs/commands.md."""
     text = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
-    section = text[text.index("## repair") :]
+    section = text[text.index("## `repair") :]
     assert main(["repair", str(root), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     for name in (*document, *document["steps"][0]):
