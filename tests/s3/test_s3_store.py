@@ -350,8 +350,8 @@ def test_another_process_is_seen_at_once(s3: S3Place) -> None:
 class ShortPages(S3Store):
     """Gets three names a page."""
 
-    def _list_page(self, prefix: str, position: dict[str, Any]) -> dict[str, Any]:
-        return super()._list_page(prefix, {**position, "MaxKeys": 3})
+    def _list_page(self, prefix: str, **arguments: Any) -> dict[str, Any]:
+        return super()._list_page(prefix, **{**arguments, "MaxKeys": 3})
 
 
 def test_long_listings_are_complete(s3: S3Place) -> None:
