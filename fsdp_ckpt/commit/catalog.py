@@ -23,12 +23,13 @@ from fsdp_ckpt.errors import (
     UnsupportedFormatError,
 )
 from fsdp_ckpt.manifest.schema import Manifest
-from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.storage.store import BulkLister, Store
 
 __all__ = [
     "CheckpointInfo",
     "SkippedCheckpoint",
     "find_checkpoints",
+    "list_root",
     "list_steps",
     "look_at",
     "step_folder",
@@ -123,8 +124,16 @@ def list_steps(root: Store, folders: Iterable[str] | None = None) -> list[int]:
     return sorted(steps, reverse=True)
 
 
+def list_root(root: Store) -> tuple[list[str], list[str]]:
+    """Return the names of a root's folders and of its files, by one listing where the store can."""
+    if isinstance(root, BulkLister):
+        folders, files = root.list_level()
+        return folders, list(files)
+    return root.list_folders(), list(root.list_files())
+
+
 def find_checkpoints(
-    root: Store, history: BranchHistory | None = None
+    root: Store, history: BranchHistory | None = None, folders: Iterable[str] | None = None
 ) -> Iterator[CheckpointInfo | SkippedCheckpoint]:
     """Look at every step, newest first, as far as the caller goes on.
 
@@ -134,14 +143,16 @@ def find_checkpoints(
     Args:
         root: The run's root.
         history: Its rollbacks, where they were read already.
+        folders: Names of its folders, where they were listed already.
 
     Raises:
         CorruptCheckpointError: A rollback's record is damaged or missing.
         StorageError: The root, or a manifest in it, cannot be read now; never taken for damage.
     """
     if history is None:
-        history = read_history(root)
-    for step in list_steps(root):
+        folders, names = list_root(root)
+        history = read_history(root, names)
+    for step in list_steps(root, folders):
         yield look_at(root.child(step_folder(step)), step, history)[0]
 
 

@@ -10,6 +10,7 @@ coordinator uses it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from fsdp_ckpt.commit.branches import BranchHistory
@@ -48,10 +49,10 @@ class CurrentBranch:
             self._history = read_history(self._root)
         return self._history
 
-    def look_again(self) -> BranchHistory:
-        """Read the rollbacks anew, as a restore does."""
-        self._history = None
-        return self.history
+    def look_again(self, names: Iterable[str]) -> BranchHistory:
+        """Read the rollbacks anew, as a restore does; ``names``: of the root's files, listed just now."""
+        self._history = read_history(self._root, names)
+        return self._history
 
     def newest_attempt(self) -> str | None:
         """Return the attempt of the newest whole checkpoint of the branch, by file sizes."""

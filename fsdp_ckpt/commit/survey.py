@@ -16,6 +16,7 @@ from fsdp_ckpt.commit.branches import BranchHistory
 from fsdp_ckpt.commit.catalog import (
     CheckpointInfo,
     SkippedCheckpoint,
+    list_root,
     list_steps,
     look_at,
     step_folder,
@@ -73,8 +74,8 @@ def survey_root(root: Store, limit: int | None = None) -> Survey:
         StorageError: The root, or a manifest in it, cannot be read now; never taken for damage.
     """
     bulk = root if isinstance(root, BulkLister) else None
-    folders, files = bulk.list_level() if bulk else (root.list_folders(), root.list_files())
-    history, steps = read_history(root, files), list_steps(root, folders)
+    folders, names = list_root(root)
+    history, steps = read_history(root, names), list_steps(root, folders)
     chosen = steps[:limit]
     trees = bulk.list_trees([step_folder(step) for step in chosen]) if bulk else {}
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_ckpt.commit.catalog import (
     CheckpointInfo,
     SkippedCheckpoint,
     find_checkpoints,
+    list_root,
     step_folder,
 )
 from fsdp_ckpt.commit.checkpoint import Checkpoint
@@ -67,15 +68,26 @@ class CheckpointFinder:
         Raises:
             CheckpointError: See :meth:`fsdp_ckpt.CheckpointManager.restore`.
         """
-        rollbacks = history_to_json(self._branch.look_again())
-        found = self._find_newest(damaged, allowed) if step is None else self._find_step(step)
-        return {"skipped": [], "is_newest": True, **found, "rollbacks": rollbacks}
+        folders, names = list_root(self._root)
+        rollbacks = history_to_json(self._branch.look_again(names))
+        if step is not None:
+            return {
+                "skipped": [],
+                "is_newest": True,
+                **self._find_step(step),
+                "rollbacks": rollbacks,
+            }
+        found = self._find_newest(folders, damaged, allowed)
+        return {"is_newest": True, **found, "rollbacks": rollbacks}
 
     def _find_newest(
-        self, damaged: Mapping[tuple[int, str], str], allowed: Allowed
+        self,
+        folders: Iterable[str],
+        damaged: Mapping[tuple[int, str], str],
+        allowed: Allowed,
     ) -> dict[str, Any]:
         skipped: list[SkippedCheckpoint] = []
-        for found in find_checkpoints(self._root, self._branch.history):
+        for found in find_checkpoints(self._root, self._branch.history, folders):
             if isinstance(found, SkippedCheckpoint) and found.torn:
                 found = self._recover(found.step) or found
             if isinstance(found, SkippedCheckpoint):
