@@ -54,9 +54,13 @@ class CurrentBranch:
         self._history = read_history(self._root, names)
         return self._history
 
-    def newest_attempt(self) -> str | None:
-        """Return the attempt of the newest whole checkpoint of the branch, by file sizes."""
-        found = find_checkpoints(self._root, self.history)
+    def newest_attempt(self, folders: Iterable[str]) -> str | None:
+        """Return the attempt of the newest whole checkpoint of the branch, by file sizes.
+
+        Args:
+            folders: Names of the root's folders, listed just now.
+        """
+        found = find_checkpoints(self._root, self.history, folders)
         return next((f.attempt for f in found if isinstance(f, CheckpointInfo)), None)
 
     def stands_on(self, step: int, attempt: str, *, is_newest: bool) -> None:

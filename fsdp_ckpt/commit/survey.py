@@ -96,8 +96,8 @@ def _look(
     store: Store, step: int, history: BranchHistory, sizes: Mapping[str, int] | None
 ) -> SurveyedCheckpoint | SkippedCheckpoint:
     found, manifest = look_at(store, step, history, sizes)
-    if isinstance(found, SkippedCheckpoint) or manifest is None:
-        assert isinstance(found, SkippedCheckpoint)  # a whole one has a manifest
+    if isinstance(found, SkippedCheckpoint):
         return found
+    assert manifest is not None  # a whole one has it
     marks = read_marks(store, found.attempt, names=sizes)
     return SurveyedCheckpoint(info=found, marks=marks.kinds, layout=prevailing_layout(manifest))

@@ -70,15 +70,12 @@ class CheckpointFinder:
         """
         folders, names = list_root(self._root)
         rollbacks = history_to_json(self._branch.look_again(names))
-        if step is not None:
-            return {
-                "skipped": [],
-                "is_newest": True,
-                **self._find_step(step),
-                "rollbacks": rollbacks,
-            }
-        found = self._find_newest(folders, damaged, allowed)
-        return {"is_newest": True, **found, "rollbacks": rollbacks}
+        found = (
+            self._find_newest(folders, damaged, allowed)
+            if step is None
+            else self._find_step(step, folders)
+        )
+        return {"skipped": [], "is_newest": True, **found, "rollbacks": rollbacks}
 
     def _find_newest(
         self,
@@ -154,14 +151,14 @@ class CheckpointFinder:
         except CheckpointError as e:
             logger.warning("could not mark step %d as damaged: %s", step, e)
 
-    def _find_step(self, step: int) -> dict[str, Any]:
+    def _find_step(self, step: int, folders: Iterable[str]) -> dict[str, Any]:
         store = self._root.child(step_folder(step))
         try:
             if not holds_checkpoint(store):
                 self._recover(step)
             checkpoint = Checkpoint.open(store)
         except NotFoundError as e:
-            found = find_checkpoints(self._root, self._branch.history)
+            found = find_checkpoints(self._root, self._branch.history, folders)
             there = [str(info.step) for info in found if isinstance(info, CheckpointInfo)]
             shown = ", ".join(there[:5]) or "none"
             raise NotFoundError(
@@ -180,5 +177,5 @@ class CheckpointFinder:
         return {
             "step": step,
             "attempt": attempt,
-            "is_newest": self._branch.newest_attempt() == attempt,
+            "is_newest": self._branch.newest_attempt(folders) == attempt,
         }
