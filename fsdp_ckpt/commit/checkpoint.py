@@ -28,6 +28,7 @@ from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.plan.box import Box, overlap
 from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, coalesce_ranges
+from fsdp_ckpt.storage.read_ahead import AtHand
 from fsdp_ckpt.storage.shard_io import digest, plan_reads, run_all
 from fsdp_ckpt.storage.store import Store
 
@@ -253,7 +254,7 @@ class Checkpoint:
         num_threads: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
         take: Callable[[int, int, memoryview], None] | None = None,
-        at_hand: Callable[[int], memoryview | None] = lambda rank: None,
+        at_hand: Callable[[int], AtHand | None] = lambda rank: None,
     ) -> SourceImages:
         """Read all pieces, verified.
 
@@ -263,7 +264,7 @@ class Checkpoint:
             allocate: Number of bytes → page-aligned buffer, of which only what is read is touched.
             take: Called with each verified block, by the thread that read it: the rank whose file it is of,
                 its first byte in the file's data, and its bytes, which may be changed.
-            at_hand: Rank → memory that has the bytes of its file already, at least of the data.
+            at_hand: Rank → memory that has its file's data already, or soon.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
@@ -273,12 +274,13 @@ class Checkpoint:
         buffers = {INLINE: (0, memoryview(self._inline_image))}
         calls: list[Callable[[], None]] = []
         for rank in list(spans):
-            if (file := at_hand(rank)) is not None:
-                data = file[self.manifest.files[rank].data_offset :]
-                buffers[rank] = 0, data
-                calls += self._reads(rank, spans.pop(rank), data, take, origin=0, is_filled=True)
+            if (held := at_hand(rank)) is not None:
+                buffers[rank] = 0, held.data
+                calls += self._reads(rank, spans.pop(rank), held.data, take, fill=held.fill)
         rooms = {rank: -(-(span.stop - span.start) // PAGE_BYTES) for rank, span in spans.items()}
-        memory = (allocate or allocate_sparsely)(sum(rooms.values()) * PAGE_BYTES)
+        # Not even an empty buffer where all is at hand: a pool would trim one for it.
+        room = sum(rooms.values()) * PAGE_BYTES
+        memory = (allocate or allocate_sparsely)(room) if room else memoryview(b"")
         position = 0
         for rank, span in spans.items():
             part = memory[position : position + span.stop - span.start]
@@ -306,8 +308,8 @@ class Checkpoint:
         buffer: memoryview,
         take: Callable[[int, int, memoryview], None] | None,
         *,
-        origin: int,
-        is_filled: bool = False,
+        origin: int = 0,
+        fill: Callable[[int, int], None] | None = None,
     ) -> list[Callable[[], None]]:
         file, header = self.manifest.files[rank], self.header(rank)
         calls = plan_reads(
@@ -321,7 +323,7 @@ class Checkpoint:
             explain=lambda start, stop: list_names(names_between(header, start, stop)),
             origin=origin,
             take=None if take is None else partial(take, rank),
-            is_filled=is_filled,
+            fill=fill,
         )
 
         def guarded(call: Callable[[], None]) -> None:

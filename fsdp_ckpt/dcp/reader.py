@@ -1,6 +1,7 @@
 """The StorageReader: verified bytes first, live tensors after.
 
-    fetch    read every needed block of every needed file, check its digest
+    fetch    read every needed block of every needed file, check its digest; this rank's own file is
+             read ahead while that is being planned
     deliver  copy the pieces into the tensors that the planner resolves
 
 ``dcp.load`` calls both in one go, so that a rank whose own bytes are damaged changes nothing of its own.
@@ -34,11 +35,12 @@ from fsdp_ckpt.dcp.load_planner import ReshardLoadPlanner
 from fsdp_ckpt.dcp.metadata import to_dcp_metadata
 from fsdp_ckpt.dcp.moves import by_rank, plan_moves
 from fsdp_ckpt.dcp.pieces import item_piece, piece_tensor
+from fsdp_ckpt.dcp.read_memory import ReadMemory
 from fsdp_ckpt.errors import MismatchError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import TensorRow
 from fsdp_ckpt.manifest.tree import path_name
 from fsdp_ckpt.manifest.typed_json import Json
-from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.exchange import Exchange
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.store import Store
@@ -89,9 +91,7 @@ class ShardedStorageReader(StorageReader):
     ) -> None:
         self._options = storage_options
         self._num_threads = num_threads
-        self._pool = pool
-        self._buffers: list[HostBuffer] = []  # of the pool, in use
-        self.num_bytes_at_hand = 0
+        self._memory = ReadMemory(pool, num_threads)
         self._exchange = Exchange({})
         self._rank = 0
         self._world_size = 1
@@ -217,15 +217,14 @@ class ShardedStorageReader(StorageReader):
                 pieces.append((item, piece))
             else:
                 empty.append((item, checkpoint.rows[name]))
-        allocate = None if self._pool is None else self._allocate
         moves = plan_moves(pieces, into) if into is not None else {}
         exchange = self._exchange = Exchange(by_rank(pieces, moves))
         images = checkpoint.read(
             (piece for _, piece in pieces),
             self._num_threads,
-            allocate,
+            self._memory.allocate,
             exchange.take,
-            self._at_hand if from_memory else lambda rank: None,
+            lambda rank: self._memory.at_hand(checkpoint, rank, held=from_memory),
         )
         return Fetched(pieces, values, empty, absent, images, frozenset(moves))
 
@@ -233,27 +232,35 @@ class ShardedStorageReader(StorageReader):
         """Give live tensors back what was in them before :meth:`fetch`."""
         self._exchange.undo()
 
-    def _allocate(self, num_bytes: int) -> memoryview:
-        if self._pool is None:
-            raise AssertionError("no pool")
-        buffer = self._pool.acquire(num_bytes)
-        self._buffers.append(buffer)
-        return memoryview(buffer.memory)
+    def open_own_file(self) -> None:
+        """Read the header of this rank's own file, where that file is likely to be wanted.
 
-    def _at_hand(self, rank: int) -> memoryview | None:
-        """Return the bytes of a file that a save of this process has left in host memory."""
-        file = self.checkpoint.manifest.files[rank]
-        held = self._pool.take_holding(file.name) if self._pool is not None else None
-        if held is None:
-            return None
-        self._buffers.append(held)
-        self.num_bytes_at_hand += file.num_bytes - file.data_offset
-        return memoryview(held.memory)[: file.num_bytes]
+        Raises:
+            CorruptCheckpointError: The file is missing, short or damaged.
+        """
+        if self._is_saved_world:
+            self.checkpoint.header(self._rank)
+
+    def read_ahead(self) -> None:
+        """Begin to read this rank's own file, of which a plan for the layout it was saved in wants all.
+
+        A plan that wants less of it finds what was begun until then read in vain.
+        """
+        if self._is_saved_world:
+            self._memory.read_ahead(self.checkpoint, self._rank)
+
+    @property
+    def _is_saved_world(self) -> bool:
+        return self._world_size == self.checkpoint.manifest.world_size
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Bytes that were not read, since a save had left them in host memory."""
+        return self._memory.num_bytes_held
 
     def release(self) -> None:
-        """Give back the buffers of what was fetched; nothing may look at it any more."""
-        while self._pool is not None and self._buffers:
-            self._pool.release(self._buffers.pop())
+        """Give back the memory of what was fetched; nothing may look at it any more."""
+        self._memory.release()
 
     def deliver(self, fetched: Fetched, planner: LoadPlanner) -> None:
         """Put everything that was fetched into the live state.

@@ -257,6 +257,9 @@ class _Restore:
             problems=plan.problems,
             left_out=plan.left_out,
         )
+        if not self._from_memory:
+            # Before any rank begins to keep the store busy.
+            self._reader.open_own_file()
         return saved, plan
 
     def _share_out(self, state: TrainState, plan: RestorePlan, saved: SavedState) -> None:
@@ -278,6 +281,8 @@ class _Restore:
             plan.resharded[name] = group.run(f"sharing out {name}", reshard)
 
     def _fetch(self, state: TrainState, plan: RestorePlan) -> Fetched:
+        if not self._from_memory:
+            self._reader.read_ahead()
         fetched = self._reader.fetch(
             self._planner.create_local_plan(), self._planner, from_memory=self._from_memory
         )
@@ -304,5 +309,5 @@ class _Restore:
             unexpected=tuple(differences.unexpected),
             cast=dict(differences.cast),
             run=self._run,
-            num_bytes_from_memory=self._reader.num_bytes_at_hand,
+            num_bytes_from_memory=self._reader.num_bytes_held,
         )

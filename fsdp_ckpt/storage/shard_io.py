@@ -146,7 +146,7 @@ def plan_reads(
     explain: Callable[[int, int], str],
     origin: int = 0,
     take: Callable[[int, memoryview], None] | None = None,
-    is_filled: bool = False,
+    fill: Callable[[int, int], None] | None = None,
 ) -> Iterator[Callable[[], None]]:
     """Cut the reading of parts of a shard's data into calls, for any threads; each verifies its part.
 
@@ -161,7 +161,8 @@ def plan_reads(
         explain: (start, stop) of a block → what it holds, for the error.
         origin: Byte of the data with which ``buffer`` begins.
         take: Called with each verified block, its first byte in the data and its bytes.
-        is_filled: The buffer should have the bytes already; only blocks of it that differ are read.
+        fill: Returns once the buffer has the bytes from a start to a stop of the data, from elsewhere; only
+            blocks of them that are damaged are read.
 
     Raises:
         CorruptCheckpointError: By a call: a block's digest differs.
@@ -169,14 +170,16 @@ def plan_reads(
     """
 
     def read(start: int, stop: int) -> None:
-        if not is_filled:
+        if fill is not None:
+            fill(start, stop)
+        else:
             store.read_into(key, data_offset + start, buffer[start - origin : stop - origin])
         for at in range(start, stop, block_bytes):
             end = min(at + block_bytes, stop)
             block = buffer[at - origin : end - origin]
             found = digest(block)
             expected = digests[at // block_bytes]
-            if found != expected and is_filled:
+            if found != expected and fill is not None:
                 store.read_into(key, data_offset + at, block)
                 found = digest(block)
             if found != expected:

@@ -1,0 +1,87 @@
+"""The host memory that one load reads into, and what of a checkpoint it has already, or soon.
+
+    read ahead   this rank's own file, on its way while the plan is being made
+    held         a file that a save of this process has left in a buffer of the pool
+
+Invariant: no buffer goes back to its pool while anything can still write to it.
+"""
+
+from __future__ import annotations
+
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.commit.source_images import allocate_sparsely
+from fsdp_ckpt.plan.image import BLOCK_BYTES
+from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
+from fsdp_ckpt.storage.read_ahead import AtHand, Held, ReadAhead
+from fsdp_ckpt.storage.shard_io import READ_BYTES
+
+__all__ = ["ReadMemory"]
+
+# A smaller file is there about as soon when the plan has asked for it.
+LEAST_AHEAD_BYTES = READ_BYTES
+
+
+class ReadMemory:
+    """What a load reads into.
+
+    Args:
+        pool: Has buffers, touched by earlier saves and loads; memory of its own by default.
+        num_threads: Reads in flight; by default as many as suit the store.
+    """
+
+    def __init__(self, pool: ImagePool | None, num_threads: int | None) -> None:
+        self._pool = pool
+        self._num_threads = num_threads
+        self._buffers: list[HostBuffer] = []  # of the pool, in use
+        self._ahead: dict[int, ReadAhead] = {}
+        self.num_bytes_held = 0
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Return at least ``num_bytes``, from a page on; its content is arbitrary."""
+        if self._pool is None:
+            return allocate_sparsely(num_bytes)
+        buffer = self._pool.acquire(num_bytes)
+        self._buffers.append(buffer)
+        return memoryview(buffer.memory)
+
+    def read_ahead(self, checkpoint: Checkpoint, rank: int) -> None:
+        """Begin to read a rank's file, unless it is small."""
+        file = checkpoint.manifest.files[rank]
+        if rank in self._ahead or file.num_bytes < LEAST_AHEAD_BYTES:
+            return
+        data_bytes = checkpoint.header(rank).layout.data_bytes
+        self._ahead[rank] = ReadAhead(
+            checkpoint.store,
+            file.name,
+            file.data_offset,
+            self.allocate(data_bytes)[:data_bytes],
+            block_bytes=BLOCK_BYTES,
+            num_threads=self._num_threads,
+        )
+
+    def at_hand(self, checkpoint: Checkpoint, rank: int, *, held: bool) -> AtHand | None:
+        """Return where a file's data is already, or soon.
+
+        Args:
+            checkpoint: Whose file.
+            rank: Whose file.
+            held: Whether what a save has left may be taken; it is gone then.
+        """
+        return self._ahead.get(rank) or (self._take_held(checkpoint, rank) if held else None)
+
+    def _take_held(self, checkpoint: Checkpoint, rank: int) -> Held | None:
+        file = checkpoint.manifest.files[rank]
+        buffer = self._pool.take_holding(file.name) if self._pool is not None else None
+        if buffer is None:
+            return None
+        self._buffers.append(buffer)
+        self.num_bytes_held += file.num_bytes - file.data_offset
+        return Held(memoryview(buffer.memory)[file.data_offset : file.num_bytes])
+
+    def release(self) -> None:
+        """Give everything back; nothing may look at it any more."""
+        while self._ahead:
+            _, ahead = self._ahead.popitem()
+            ahead.close()
+        while self._pool is not None and self._buffers:
+            self._pool.release(self._buffers.pop())
