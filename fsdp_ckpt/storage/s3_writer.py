@@ -25,7 +25,9 @@ MIB = 1024 * 1024
 # S3's limits: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 MOST_PARTS = 10_000
 SMALLEST_PART, LARGEST_PART = 5 * MIB, 5 * 1024 * MIB
-# Some dozens of parts keep every connection busy to the end; larger ones than 64 MiB are no faster.
+# Each part costs a server as much as some MiB: a few for each connection, then larger ones; some dozens keep
+# every connection busy to the end, and beyond 64 MiB they are no faster.
+FEWEST_PARTS, FEW_PARTS_UP_TO = 8, 32 * MIB
 USUAL_PARTS = 64
 USUAL_SMALLEST, USUAL_LARGEST = 16 * MIB, 64 * MIB
 # What the event loop hands to a socket at a time.
@@ -42,7 +44,8 @@ def choose_part_bytes(num_bytes: int, wanted: int | None = None) -> int:
     Raises:
         StorageError: The object is larger than S3 takes.
     """
-    size = wanted or min(max(num_bytes // USUAL_PARTS, USUAL_SMALLEST), USUAL_LARGEST)
+    few = min(num_bytes // FEWEST_PARTS, FEW_PARTS_UP_TO)
+    size = wanted or min(max(num_bytes // USUAL_PARTS, few, USUAL_SMALLEST), USUAL_LARGEST)
     size = -(-max(size, SMALLEST_PART, -(-num_bytes // MOST_PARTS)) // MIB) * MIB
     if size > LARGEST_PART:
         raise StorageError(
