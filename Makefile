@@ -13,13 +13,6 @@ PEERS ?= .venv-peers
 PEERS_INSTALLED := $(PEERS)/.installed
 CODE := $(wildcard fsdp_ckpt tests scripts examples)
 
-# Arithmetic and stores, many tests at once; servers and crashes in one process each, two files at once; then
-# those that start ranks themselves, one at a time, since each of them keeps every core busy. wildcard: only
-# folders that exist.
-FAST_TESTS := $(wildcard tests/unit tests/contract tests/golden)
-SERVED_TESTS := $(wildcard tests/s3 tests/fault)
-RANK_TESTS := $(wildcard tests/multiprocess tests/e2e)
-
 # One torch thread per rank: the ranks of a test share the cores of one machine.
 export OMP_NUM_THREADS := 1
 
@@ -42,12 +35,9 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# At most four ranks run at once. pytest's closing line of each run tells how many tests passed, failed and were skipped.
+# Two files at once, in the order of tests/conftest.py: at most four ranks run at once.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 $(FAST_TESTS)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile $(SERVED_TESTS)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m few_ranks $(RANK_TESTS)
-	$(BIN)/python -m pytest -q --durations=10 -m 'not few_ranks' $(RANK_TESTS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 # Hostile input, for minutes; `make test` replays the corpus and fuzzes for seconds.
 fuzz: $(INSTALLED)

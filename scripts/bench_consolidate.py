@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -223,7 +223,7 @@ def measure(bench: ConsolidateBench, num_rounds: int) -> None:
             bench.time(name, method, is_warm=is_warm)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Save, measure, and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -235,7 +235,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     model_bytes = int((args.gib or (0.5 if args.quick else 4)) * 2**30)
     num_rounds = args.rounds or (3 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="bench-consolidate-", dir=args.folder) as folder:

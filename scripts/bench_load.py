@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -114,7 +114,7 @@ def figures(times: Times) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks, and print what they measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -126,7 +126,7 @@ def main() -> int:
     )
     parser.add_argument("--folder", help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     state_bytes = int((args.gib or (1 if args.quick else 2)) * 2**30)
     num_rounds = args.rounds or (3 if args.quick else 5)
     times: Times = {}

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -244,7 +244,7 @@ def figures(times: Times) -> dict[str, float]:
     return ratios
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the ranks, and print what they measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--writer", choices=("process", "thread"), default="process")
     parser.add_argument("--folder", help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     state_bytes = int((args.gib or (1 if args.quick else 2)) * 2**30)
     num_rounds = args.rounds or (3 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="bench-save-", dir=args.folder) as root:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench_parts.clock import Times, speed
@@ -65,7 +65,7 @@ def measure(root: Path, num_rounds: int) -> tuple[int, Times]:
     return sum(path.stat().st_size for path in files), dict(times)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Save, measure, and print what was measured."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="less state and fewer rounds")
     parser.add_argument("--folder", help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     state_bytes = int((args.gib or (1 if args.quick else 2)) * 2**30)
     num_rounds = args.rounds or (3 if args.quick else 5)
     with tempfile.TemporaryDirectory(prefix="bench-verify-", dir=args.folder) as root:

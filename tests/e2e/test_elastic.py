@@ -12,7 +12,7 @@ import pytest
 from fsdp_ckpt.commit.catalog import CheckpointInfo, find_checkpoints
 from fsdp_ckpt.storage.open import open_store
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
 JOB = '''
 import os, signal, sys, time

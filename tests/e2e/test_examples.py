@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from fsdp_ckpt.testing import over_tcp, run_ranks
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ["ddp", "fsdp1", "fsdp2", "hsdp", "plain_dcp", "trainer"]
@@ -53,8 +56,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     root = str(tmp_path_factory.mktemp("examples"))
-    env = {"HF_HUB_OFFLINE": "1", **over_tcp()}
-    return run_ranks(run_all, NUM_RANKS, root, env=env, timeout_s=280).values[0]
+    return run_ranks(run_all, NUM_RANKS, root, env=over_tcp(), timeout_s=280).values[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

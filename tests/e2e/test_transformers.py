@@ -15,7 +15,7 @@ from fsdp_ckpt import CheckpointManager, TrainState
 from fsdp_ckpt.hf import ConsolidateReport, consolidate
 from fsdp_ckpt.testing import run_ranks
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -38,6 +38,8 @@ from tests.fault.served_store import ServedStore, serve_store
 from tests.fault.test_killed_save import Job, in_child
 from tests.s3.servers import S3Place, make_session, serve_s3
 
+pytestmark = pytest.mark.slow
+
 STORES = ("local", "memory", "s3")
 FIRST = "first save"
 OVER_TWO = "over two checkpoints"

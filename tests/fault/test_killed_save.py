@@ -30,6 +30,8 @@ from fsdp_ckpt import AlreadyCommittedError, CheckpointManager, TrainState
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from tests.bits import live_bits
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = ("first save", "over an earlier checkpoint", "over a dead attempt of the same step")
 MODES = ("before", "halfway", "after")
 OLD_STEP, NEW_STEP = 1, 2

@@ -29,7 +29,7 @@ from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
 from tests.endings import die_together
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
 # However slow the machine is: what is waited for comes.
 PATIENCE_S = 250.0

@@ -3,17 +3,24 @@
 one process, 2 and 4 ranks    save every layout once, after two steps
 one process, 2 and 4 ranks    restore each of them into every layout, by an optimizer that has not
                               stepped and by one that has; compare; step; compare
+
+Layouts that save the very same files are one source.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fsdp_ckpt import CheckpointManager
+from fsdp_ckpt.commit.checkpoint import Checkpoint
+from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import over_tcp, run_ranks
 from tests.layouts import (
     Layouts,
@@ -28,6 +35,13 @@ from tests.layouts import (
 pytestmark = pytest.mark.timeout(900)  # the first test waits for the ranks of all
 
 NUM_LAYOUTS = 14
+# Layout -> the one that saves the same files.
+TWINS = {
+    "ddp": "plain",
+    "fsdp1-SHARD_GRAD_OP-orig": "fsdp1-FULL_SHARD-orig",
+    "fsdp1-SHARD_GRAD_OP-flat": "fsdp1-FULL_SHARD-flat",
+}
+NUM_SOURCES = NUM_LAYOUTS - len(TWINS)
 NUM_STEPS = 2  # before the save
 
 
@@ -68,7 +82,7 @@ def load_into_layouts(root: str) -> tuple[int, list[str]]:
         for stepped in (False, True):
             if stepped and name != "pipeline":
                 use(live)
-            for j, source in enumerate(sources_of(root, "4", "2", "1")):
+            for j, source in enumerate(distinct(sources_of(root, "4", "2", "1"))):
                 if not source.startswith(f"{layouts.world_size}/") and (i + j) % 2 != stepped:
                     continue
                 if not stepped:
@@ -109,6 +123,24 @@ def sources_of(root: str, *folders: str) -> list[str]:
     ]
 
 
+def distinct(sources: list[str]) -> list[str]:
+    return [source for source in sources if Path(source).name not in TWINS]
+
+
+def stored(root: str) -> tuple[Any, ...]:
+    """Return all that a restore reads, but for what is of the one save: its name, its time."""
+    (folder,) = Path(root).glob("step-*")
+    checkpoint = Checkpoint.open(LocalStore(str(folder)))
+    files = checkpoint.manifest.files
+    headers = [checkpoint.header(rank) for rank in range(len(files))]
+    return (
+        replace(checkpoint.manifest, attempt="", created="", files=(), values={}),
+        {p: v for p, v in checkpoint.manifest.values.items() if p != ("run", "uptime_s")},
+        [replace(header, attempt="", shared={}, manifest=None) for header in headers],
+        [(folder / file.name).read_bytes()[file.data_offset :] for file in files],
+    )
+
+
 def one_process_failures(root: str, sources: list[str], step: int) -> list[str]:
     """Restore every source into a plain model of this process, twice."""
     failures = []
@@ -145,7 +177,7 @@ def test_every_layout_loads_into_every_other(
     """All pairs are exact, on the same number of ranks and another; what they resumed can be saved again."""
     for num_pairs, failures in outcomes[world_size]:
         assert failures == []
-        assert num_pairs == NUM_LAYOUTS * (2 * NUM_LAYOUTS + NUM_LAYOUTS + 1)
+        assert num_pairs == NUM_LAYOUTS * (2 * NUM_SOURCES + NUM_SOURCES + 1)
     again = sources_of(root, f"again-{world_size}")
     assert len(again) == NUM_LAYOUTS
     assert one_process_failures(root, again, NUM_STEPS + 1) == []
@@ -154,6 +186,15 @@ def test_every_layout_loads_into_every_other(
 @pytest.mark.usefixtures("outcomes")
 def test_every_layout_loads_into_one_process(root: str) -> None:
     """A plain model without a process group takes over any of them."""
-    sources = sources_of(root, "4", "2", "1")
-    assert len(sources) == 2 * NUM_LAYOUTS + 1
+    sources = distinct(sources_of(root, "4", "2", "1"))
+    assert len(sources) == 2 * NUM_SOURCES + 1
     assert one_process_failures(root, sources, NUM_STEPS) == []
+
+
+@pytest.mark.usefixtures("outcomes")
+@pytest.mark.parametrize("layout", TWINS)
+@pytest.mark.parametrize("world_size", [4, 2])
+def test_twins_save_the_same_files(root: str, world_size: int, layout: str) -> None:
+    """Where one of them loads the other one does: what they saved differs in names and times alone."""
+    twin, other = (stored(f"{root}/{world_size}/{name}") for name in (layout, TWINS[layout]))
+    assert twin == other

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
 MIB = 1 << 20
 
@@ -40,7 +40,7 @@ MEMORY = """
         return {name: int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem")}
 
     root, mode, writer, in_flight = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 20)) for _ in range(24)])
+    model = nn.ParameterList([nn.Parameter(torch.ones(1 << 20)) for _ in range(12)])
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for parameter in model:
         parameter.grad = torch.ones_like(parameter)
@@ -90,7 +90,7 @@ def test_a_save_needs_one_image_and_no_second_copy(tmp_path: Path) -> None:
     """Fifteen saves: peak at most the images in flight and 64 MB, no growth, all given back at the end."""
     for mode in ("async", "lazy"):
         (shard, start, peak, writers_own, end), after = measured(tmp_path, mode, "process")
-        assert shard > 280 * MIB  # or the bounds would bound nothing
+        assert shard > 140 * MIB  # or the bounds would bound nothing
         assert peak - start <= shard + 64 * MIB, mode
         assert slope(after) < 2 * MIB, (mode, after)
         assert end - start <= 64 * MIB, mode

@@ -17,7 +17,7 @@ from fsdp_ckpt import CorruptCheckpointError, MismatchError, SaveOptions, SavePo
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import bits
 
-pytestmark = pytest.mark.few_ranks
+pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TQDM_DISABLE"] = "1"

@@ -35,7 +35,7 @@ from fsdp_ckpt.testing import FaultProxy, HttpFault
 from tests.s3.servers import S3Place
 from tests.shards import read_ranges
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 MIB = 2**20
 PART = 5 * MIB

@@ -12,7 +12,7 @@ from fsdp_ckpt.testing.http_faults import HttpKind
 from tests.fault.test_crash_points import PART_BYTES, LargerJob
 from tests.s3.servers import S3Place
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 def open_root(s3: S3Place, proxy: FaultProxy | None = None, *, max_attempts: int = 9) -> Store:

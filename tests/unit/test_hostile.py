@@ -31,6 +31,8 @@ from scripts.fuzz_targets import (
     write_json,
 )
 
+pytestmark = pytest.mark.slow
+
 PARTS = golden_parts()
 DOCUMENT = PARTS["manifest"]
 HEADER = next(iter(PARTS["headers"].values()))
