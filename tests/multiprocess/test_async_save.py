@@ -375,13 +375,14 @@ def test_a_busy_rank_is_an_error_on_all_where_asked(tmp_path: Path) -> None:
 ENDINGS = {"return": 0, "exit": 3, "exception": 1}  # and their exit codes
 WRITERS = ("process", "thread")
 # Loads torch once, and what the first optimizer loads; each child goes on below the loop as a program of
-# its own, to the interpreter's end.
+# its own, to the interpreter's end. That takes no second of collecting what torch has loaded: it is frozen.
 PROGRAMS = """
-import json, os, sys
+import gc, json, os, sys
 import torch._dynamo
 from tests.multiprocess.test_async_save import ENDINGS, WRITERS, Job
 
 folder, codes = sys.argv[1], {}
+gc.freeze()
 for name in [f"{ending}-{writer}" for ending in ENDINGS for writer in WRITERS]:
     pid = os.fork()
     if pid == 0:

@@ -14,6 +14,7 @@ thread that started it dies, so start it on the main thread.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import socket
@@ -105,6 +106,7 @@ class S3Place:
             config_kwargs={"response_checksum_validation": "when_required"},
             use_listings_cache=False,
             skip_instance_cache=True,
+            session=make_session(),
         )
         self._fs.mkdir(self.bucket)
 
@@ -124,6 +126,7 @@ class S3Place:
         return sorted(str(upload["Key"]) for upload in found.get("Uploads") or [])
 
 
+@functools.cache
 def make_session() -> AioSession:
     """Load the description of S3 once, before any fork: that takes longer than a save."""
     session = AioSession()

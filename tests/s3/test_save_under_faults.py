@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_ckpt.errors import IncompleteWriteError
-from fsdp_ckpt.storage.open import open_store
-from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.storage.retry import RetryPolicy
+from fsdp_ckpt.storage.s3 import S3Store
 from fsdp_ckpt.testing import FaultProxy, HttpFault
 from fsdp_ckpt.testing.http_faults import HttpKind
 from tests.fault.test_crash_points import PART_BYTES, LargerJob
@@ -15,23 +15,23 @@ from tests.s3.servers import S3Place
 pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
-def open_root(s3: S3Place, proxy: FaultProxy | None = None, *, max_attempts: int = 9) -> Store:
-    """Open the place, through a proxy or past it; a state of two parts is an upload of two."""
-    return open_store(
-        s3.url,
-        **s3.server.storage_options(proxy and proxy.endpoint),
-        default_block_size=PART_BYTES,
-        config_kwargs={"retries": {"max_attempts": max_attempts}},
-    )
+def open_root(s3: S3Place, proxy: FaultProxy | None = None, *, max_tries: int = 10) -> S3Store:
+    """Open the place, through a proxy or past it; a state of two parts is an upload of two.
+
+    It tries as often as by default, without the pauses.
+    """
+    options = s3.server.storage_options(proxy and proxy.endpoint)
+    policy = RetryPolicy(sleep=lambda seconds: None, max_tries=max_tries)
+    return S3Store(s3.url, {**options, "default_block_size": PART_BYTES}, policy=policy)
 
 
-def save(root: Store, step: int) -> None:
+def save(root: S3Store, step: int) -> None:
     """Save a state that follows from the step."""
     with LargerJob(root, step, step).manager as manager:
         manager.save(mode="sync")
 
 
-def restores(root: Store, step: int) -> bool:
+def restores(root: S3Store, step: int) -> bool:
     """Whether the newest checkpoint is that of the step, to the bit."""
     job = LargerJob(root, seed=99, step=0)
     with job.manager as manager:
@@ -73,10 +73,10 @@ def test_when_tries_run_out_nothing_is_left(
     fault = HttpFault(kind, count=3, method=method, query=query)
     with FaultProxy(s3.server.endpoint, fault) as proxy:
         with pytest.raises(IncompleteWriteError):
-            save(open_root(s3, proxy, max_attempts=2), 2)
+            save(open_root(s3, proxy, max_tries=3), 2)
         assert s3.open_uploads() == []
         assert s3.sizes() == before
-        save(open_root(s3, proxy, max_attempts=2), 2)
+        save(open_root(s3, proxy, max_tries=3), 2)
     assert restores(open_root(s3), 2)
 
 
