@@ -32,7 +32,8 @@ class Kinds(nn.Module):
         self.register_buffer("seen", torch.tensor(2**60))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         for name, dtype in NARROW.items():
-            self.register_buffer(name, torch.linspace(-1, 1, 7).to(dtype))
+            # Not linspace: transformers, once it has loaded a model, keeps that one off the meta device.
+            self.register_buffer(name, (torch.arange(-3.0, 4.0) / 3).to(dtype))
         self.register_buffer("passing", torch.ones(2), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
