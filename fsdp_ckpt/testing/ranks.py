@@ -11,6 +11,7 @@ module's own processes write the values that it unpickles.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import os
 import pickle
@@ -302,6 +303,8 @@ def _run_rank(job: _Job, rank: int) -> None:
     from fsdp_ckpt.ranks.process_groups import process_group
 
     torch.set_num_threads(1)
+    # What was loaded so far is no garbage: not to look through it at the end saves a rank a quarter of a second.
+    gc.freeze()
     try:
         with process_group(
             job.backend,
