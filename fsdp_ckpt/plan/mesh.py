@@ -16,6 +16,10 @@ from fsdp_ckpt.plan.chunks import Chunks, Ints
 
 __all__ = ["Mesh", "MeshLayout", "Placement"]
 
+# Answers that a layout remembers, and the chunks of one: megabytes at most.
+MAX_REMEMBERED = 1024
+REMEMBERED_CHUNKS = 16
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -226,8 +230,27 @@ class MeshLayout:
     ) -> list[tuple[int, Box]]:
         """Return (rank, chunk) for every chunk of one replica that shares an element with ``wanted``.
 
-        Costs as much as there are such chunks, not as there are ranks.
+        Costs as much as there are such chunks, not as there are ranks; where tensors of one shape ask the
+        same, as those of equal layers do, once for all of them.
         """
+        asked = shape, replica, wanted
+        found = self._remembered.get(asked)
+        if found is None:
+            found = tuple(self._find_overlapping(*asked))
+            if len(found) <= REMEMBERED_CHUNKS:
+                if len(self._remembered) >= MAX_REMEMBERED:
+                    self._remembered.clear()
+                self._remembered[asked] = found
+        return list(found)
+
+    @cached_property
+    def _remembered(self) -> dict[tuple[tuple[int, ...], int, Box], tuple[tuple[int, Box], ...]]:
+        """Answers that were given before."""
+        return {}
+
+    def _find_overlapping(
+        self, shape: tuple[int, ...], replica: int, wanted: Box
+    ) -> list[tuple[int, Box]]:
         if not wanted.num_elements:
             return []
         per_dim = [

@@ -303,7 +303,7 @@ def _run_rank(job: _Job, rank: int) -> None:
     from fsdp_ckpt.ranks.process_groups import process_group
 
     torch.set_num_threads(1)
-    # What was loaded so far is no garbage: not to look through it at the end saves a rank a quarter of a second.
+    # What was loaded so far is no garbage: to look through it at the end takes a rank a quarter of a second.
     gc.freeze()
     try:
         with process_group(
