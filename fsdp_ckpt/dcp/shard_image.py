@@ -142,7 +142,7 @@ class ShardImage:
 
         Args:
             key: Of the file, in the store that ``address`` opens.
-            num_threads: Threads that digest and write.
+            num_threads: Threads that write.
             address: Url and storage options, where another process writes.
         """
         return WriteJob(

@@ -44,7 +44,7 @@ class ShardedStorageWriter(StorageWriter):
         path: The checkpoint's folder: a path, any URL that fsspec knows, or a store.
         step: Training step, recorded in the manifest.
         generation: Number of rollbacks so far, recorded in the manifest.
-        num_threads: Threads that digest and write, per rank; by default as many as suit the store.
+        num_threads: Threads that write, per rank; by default as many as suit the store.
         pool: Buffers to use again; one of its own by default.
         **storage_options: Passed to the fsspec filesystem.
     """

@@ -61,7 +61,7 @@ class Saver:
         pool: Of buffers for images.
         branch: On which this job saves; used on the coordinator.
         address: Url and storage options with which another process opens the root; ``None`` if none can.
-        num_threads: Threads that digest and write, per rank.
+        num_threads: Threads that write, per rank.
         check: What to do about replicas that are not equal; ``None`` warns, where looking costs little.
         telemetry: Is told of each save.
     """

@@ -86,7 +86,7 @@ class Stager:
         options: How a save goes.
         pool: Of buffers for images.
         address: Url and storage options with which another process opens ``root``; ``None`` if none can.
-        num_threads: Threads that digest and write, per rank.
+        num_threads: Threads that write, per rank.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A shard's bytes on their way to a store and back, with the digests of its blocks.
 
-write:  parts are put, and blocks digested, by several threads; the header, which holds the digests, goes
-        last
+write:  parts are put by several threads, blocks digested by another; the header, which holds the digests,
+        goes last
 read:   whole blocks straight into the caller's buffer, each verified as it arrives
 """
 
@@ -21,7 +21,10 @@ __all__ = ["cut_ranges", "digest", "plan_reads", "run_all", "write_shard"]
 
 READ_BYTES = 16 * 1024 * 1024
 WRITE_BYTES = 16 * 1024 * 1024
-DIGEST_BYTES = 4 * 1024 * 1024  # by one thread at a time
+# By one thread, which keeps up with the disk. Where training has all cores busy, each further one would take
+# as much of them again, at whatever priority.
+NUM_DIGESTERS = 1
+DIGEST_BYTES = 4 * 1024 * 1024  # at a time
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -51,7 +54,7 @@ def write_shard(
         block_bytes: Bytes per digest.
         seal: Digests → header region of exactly ``data_offset`` bytes.
         wait_filled: Waits until the image holds so many bytes; by default it is whole already.
-        num_threads: Threads that digest and write; by default as many as suit the store.
+        num_threads: Threads that write; by default as many as suit the store.
 
     Returns:
         Digest of the header region.
@@ -82,7 +85,7 @@ def write_shard(
         step = max(DIGEST_BYTES // block_bytes, 1) * block_bytes
         starts = range(0, len(data), step)
         digesting = (partial(compute, at, min(at + step, len(data))) for at in starts)
-        with running(digesting, threads):
+        with running(digesting, NUM_DIGESTERS):
             run_all((partial(put, *span) for span in early), threads)
         header = seal(digests)
         if len(header) != data_offset:

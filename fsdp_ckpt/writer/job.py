@@ -37,7 +37,7 @@ class WriteJob:
         data_offset: Start of the data, in bytes; before it lies the header.
         block_bytes: Bytes per digest.
         digests_at: Where in the header the digests go, in bytes.
-        num_threads: Threads that digest and write; ``None`` as many as suit the store.
+        num_threads: Threads that write; ``None`` as many as suit the store.
         url: Of the store, for a writer in another process.
         storage_options: Likewise.
     """
