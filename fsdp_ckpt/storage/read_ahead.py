@@ -9,6 +9,7 @@ Invariant: once :meth:`ReadAhead.close` has returned, nothing writes to the memo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -77,16 +78,18 @@ class ReadAhead:
         ]
         self._part_bytes = self._parts[0][1] if self._parts else 1
         self._is_reading = True
+        self._stopping = threading.Lock()
 
     def _read(self, start: int, stop: int) -> None:
         self._store.read_into(self._key, self._data_offset + start, self.data[start:stop])
 
     def stop(self) -> None:
-        """Begin no further part."""
-        if self._is_reading:
-            self._is_reading = False
-            for _, _, part in reversed(self._parts):
-                part.cancel()
+        """Begin no further part; when this returns, it is settled of each one whether it has begun."""
+        with self._stopping:
+            if self._is_reading:
+                self._is_reading = False
+                for _, _, part in reversed(self._parts):
+                    part.cancel()
 
     def fill(self, start: int, stop: int) -> None:
         """Return once the bytes [start, stop) are there; what was not begun is read by this thread.

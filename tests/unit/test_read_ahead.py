@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,37 @@ def test_what_has_begun_is_waited_for_and_the_rest_read_as_asked(store: GatedSto
     ahead.close()
     assert sorted(store.begun) == [(0, 8), (8, 16), (16, 20)]
     assert ahead.data == DATA[:20] + bytes(20)
+
+
+def test_who_asks_while_another_one_stops_it_waits_for_that(store: GatedStore) -> None:
+    """Two ranges of a part that is being given up: both are read, neither waits for what never comes."""
+    ahead = begin(store)
+    _, _, part = ahead._parts[2]
+    cancel, is_stopping, go_on = part.cancel, threading.Event(), threading.Event()
+    is_given_up = threading.Event()
+
+    def slowly() -> bool:
+        is_stopping.set()
+        assert go_on.wait(250)
+        done = cancel()
+        is_given_up.set()
+        return done
+
+    part.cancel = slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(ahead.fill, 16, 20)
+        assert is_stopping.wait(250)
+        second = threads.submit(ahead.fill, 20, 24)
+        # Time to go wrong in: right is to wait.
+        assert wait([second], 0.05).done == set()
+        go_on.set()
+        assert is_given_up.wait(250)  # before a thread is free to begin with it
+        store.gate.set()
+        first.result(250)
+        second.result(250)
+    ahead.close()
+    assert part.cancelled()
+    assert ahead.data[16:24] == DATA[16:24]
 
 
 def test_all_of_it_is_there_when_nobody_asks(store: GatedStore) -> None:
