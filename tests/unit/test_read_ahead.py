@@ -124,6 +124,7 @@ def test_after_close_nothing_is_written(store: GatedStore) -> None:
     closing.start()
     closing.join(0.05)
     assert closing.is_alive()
+    ahead.stop()  # in case that thread has not come so far
     store.gate.set()
     closing.join(250)
     assert len(store.begun) == 2
