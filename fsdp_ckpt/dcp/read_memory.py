@@ -44,11 +44,16 @@ class ReadMemory:
         self._buffers.append(buffer)
         return memoryview(buffer.memory)
 
+    @staticmethod
+    def is_worth_reading_ahead(checkpoint: Checkpoint, rank: int) -> bool:
+        """Whether a rank's file is so large that it is sooner there."""
+        return checkpoint.manifest.files[rank].num_bytes >= LEAST_AHEAD_BYTES
+
     def read_ahead(self, checkpoint: Checkpoint, rank: int) -> None:
-        """Begin to read a rank's file, unless it is small."""
-        file = checkpoint.manifest.files[rank]
-        if rank in self._ahead or file.num_bytes < LEAST_AHEAD_BYTES:
+        """Begin to read a rank's file; once more is fine."""
+        if rank in self._ahead:
             return
+        file = checkpoint.manifest.files[rank]
         data_bytes = checkpoint.header(rank).layout.data_bytes
         self._ahead[rank] = ReadAhead(
             checkpoint.store,

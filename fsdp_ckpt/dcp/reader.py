@@ -233,25 +233,29 @@ class ShardedStorageReader(StorageReader):
         self._exchange.undo()
 
     def open_own_file(self) -> None:
-        """Read the header of this rank's own file, where that file is likely to be wanted.
+        """Read the header of this rank's own file, where :meth:`read_ahead` will read the rest.
 
         Raises:
             CorruptCheckpointError: The file is missing, short or damaged.
         """
-        if self._is_saved_world:
+        if self._reads_ahead:
             self.checkpoint.header(self._rank)
 
     def read_ahead(self) -> None:
         """Begin to read this rank's own file, of which a plan for the layout it was saved in wants all.
 
+        Not on another number of ranks, nor where the file is small.
         A plan that wants less of it finds what was begun until then read in vain.
         """
-        if self._is_saved_world:
+        if self._reads_ahead:
             self._memory.read_ahead(self.checkpoint, self._rank)
 
     @property
-    def _is_saved_world(self) -> bool:
-        return self._world_size == self.checkpoint.manifest.world_size
+    def _reads_ahead(self) -> bool:
+        checkpoint = self.checkpoint
+        return self._world_size == checkpoint.manifest.world_size and (
+            self._memory.is_worth_reading_ahead(checkpoint, self._rank)
+        )
 
     @property
     def num_bytes_held(self) -> int:

@@ -10,7 +10,6 @@ Invariant: once :meth:`ReadAhead.close` has returned, nothing writes to the memo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -98,14 +97,12 @@ class ReadAhead:
             StorageError: The store failed, now or ahead.
         """
         self.stop()
-        for first, last, part in self._overlapping(start, stop):
+        size = self._part_bytes
+        for first, last, part in self._parts[start // size : -(-stop // size)]:
             if part.cancelled():
                 self._read(max(first, start), min(last, stop))
             else:
                 part.result()
-
-    def _overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, Future[None]]]:
-        yield from self._parts[start // self._part_bytes : -(-stop // self._part_bytes)]
 
     def close(self) -> None:
         """Wait for what has begun; once more is fine."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.storage.retry import answer_of
+from fsdp_ckpt.storage.s3_client import CONCURRENCY
 
 if TYPE_CHECKING:
     from fsdp_ckpt.storage.s3 import S3Store
@@ -25,9 +26,9 @@ MIB = 1024 * 1024
 # S3's limits: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 MOST_PARTS = 10_000
 SMALLEST_PART, LARGEST_PART = 5 * MIB, 5 * 1024 * MIB
-# Each part costs a server as much as some MiB: a few for each connection, then larger ones; some dozens keep
+# Each part costs a server as much as some MiB: one for each connection, of up to 32 MiB; some dozens keep
 # every connection busy to the end, and beyond 64 MiB they are no faster.
-FEWEST_PARTS, FEW_PARTS_UP_TO = 8, 32 * MIB
+FEW_PARTS_UP_TO = 32 * MIB
 USUAL_PARTS = 64
 USUAL_SMALLEST, USUAL_LARGEST = 16 * MIB, 64 * MIB
 # What the event loop hands to a socket at a time.
@@ -44,7 +45,7 @@ def choose_part_bytes(num_bytes: int, wanted: int | None = None) -> int:
     Raises:
         StorageError: The object is larger than S3 takes.
     """
-    few = min(num_bytes // FEWEST_PARTS, FEW_PARTS_UP_TO)
+    few = min(num_bytes // CONCURRENCY, FEW_PARTS_UP_TO)
     size = wanted or min(max(num_bytes // USUAL_PARTS, few, USUAL_SMALLEST), USUAL_LARGEST)
     size = -(-max(size, SMALLEST_PART, -(-num_bytes // MOST_PARTS)) // MIB) * MIB
     if size > LARGEST_PART:
