@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 
-from fsdp_ckpt.commit.holdings import held_tensors, list_names, names_between
+from fsdp_ckpt.commit.holdings import held_tensors, list_names
+from fsdp_ckpt.commit.piece_reads import PieceReads
 from fsdp_ckpt.commit.publish import MANIFEST_KEY, read_manifest
 from fsdp_ckpt.commit.source_images import (
     INLINE,
@@ -27,16 +28,14 @@ from fsdp_ckpt.errors import CorruptCheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.manifest.schema import Manifest, TensorRow
 from fsdp_ckpt.manifest.shard import MAX_HEADER_BYTES, ShardHeader
 from fsdp_ckpt.plan.box import Box, overlap
-from fsdp_ckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Entry, coalesce_ranges
-from fsdp_ckpt.storage.read_ahead import AtHand
-from fsdp_ckpt.storage.shard_io import digest, plan_reads, run_all
+from fsdp_ckpt.plan.image import Entry
+from fsdp_ckpt.storage.at_hand import AtHand
+from fsdp_ckpt.storage.shard_io import digest
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["Checkpoint", "Piece", "SourceImages"]
 
 NAMED_DAMAGES = 16
-# While one thread digests what it has read, and moves it, another one's read takes its place.
-THREADS_PER_READ = 2
 
 
 class Checkpoint:
@@ -261,34 +260,25 @@ class Checkpoint:
         Args:
             pieces: What to read.
             num_threads: Reads in flight; by default as many as suit the store.
-            allocate: Number of bytes → page-aligned buffer, of which only what is read is touched.
-            take: Called with each verified block, by the thread that read it: the rank whose file it is of,
-                its first byte in the file's data, and its bytes, which may be changed.
-            at_hand: Rank → memory that has its file's data already, or soon.
+            allocate: As for :class:`PieceReads`; memory of its own by default.
+            take: As for :class:`PieceReads`.
+            at_hand: As for :class:`PieceReads`.
 
         Raises:
             CorruptCheckpointError: Missing, short or damaged; names step, rank, file and tensors.
             StorageError: The store failed in a way that may pass.
         """
-        spans = self.spans(pieces)
-        buffers = {INLINE: (0, memoryview(self._inline_image))}
-        calls: list[Callable[[], None]] = []
-        for rank in list(spans):
-            if (held := at_hand(rank)) is not None:
-                buffers[rank] = 0, held.data
-                calls += self._reads(rank, spans.pop(rank), held.data, take, fill=held.fill)
-        rooms = {rank: -(-(span.stop - span.start) // PAGE_BYTES) for rank, span in spans.items()}
-        # Not even an empty buffer where all is at hand: a pool would trim one for it.
-        room = sum(rooms.values()) * PAGE_BYTES
-        memory = (allocate or allocate_sparsely)(room) if room else memoryview(b"")
-        position = 0
-        for rank, span in spans.items():
-            part = memory[position : position + span.stop - span.start]
-            position += rooms[rank] * PAGE_BYTES
-            buffers[rank] = span.start, part
-            calls += self._reads(rank, span, part, take, origin=span.start)
-        run_all(calls, num_threads or THREADS_PER_READ * self.store.concurrency)
-        return SourceImages(buffers)
+        reads = PieceReads(
+            store=self.store,
+            files=self.manifest.files,
+            header=self.header,
+            guard=self.reading,
+            allocate=allocate or allocate_sparsely,
+            at_hand=at_hand,
+            take=take,
+            num_threads=num_threads or self.store.concurrency,
+        )
+        return reads.read(self.spans(pieces), self._inline_image)
 
     def spans(self, pieces: Iterable[Piece]) -> dict[int, Span]:
         """Return, for each rank's file, what is wanted and from where to where it reaches."""
@@ -300,37 +290,6 @@ class Checkpoint:
                 spans[piece.rank] = Span(self.header(piece.rank).layout.data_bytes)
             spans[piece.rank].add(*piece.byte_range, piece.entry)
         return spans
-
-    def _reads(
-        self,
-        rank: int,
-        span: Span,
-        buffer: memoryview,
-        take: Callable[[int, int, memoryview], None] | None,
-        *,
-        origin: int = 0,
-        fill: Callable[[int, int], None] | None = None,
-    ) -> list[Callable[[], None]]:
-        file, header = self.manifest.files[rank], self.header(rank)
-        calls = plan_reads(
-            self.store,
-            file.name,
-            coalesce_ranges(span.ranges, self.store.gap_bytes),
-            buffer,
-            data_offset=file.data_offset,
-            block_bytes=BLOCK_BYTES,
-            digests=header.digests,
-            explain=lambda start, stop: list_names(names_between(header, start, stop)),
-            origin=origin,
-            take=None if take is None else partial(take, rank),
-            fill=fill,
-        )
-
-        def guarded(call: Callable[[], None]) -> None:
-            with self.reading(rank):
-                call()
-
-        return [partial(guarded, call) for call in calls]
 
 
 def _refuse_claims(manifest: Manifest, where: str) -> None:

@@ -12,7 +12,7 @@ from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.source_images import allocate_sparsely
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
-from fsdp_ckpt.storage.read_ahead import AtHand, Held, ReadAhead
+from fsdp_ckpt.storage.at_hand import AtHand, Held, ReadAhead
 from fsdp_ckpt.storage.shard_io import READ_BYTES
 
 __all__ = ["ReadMemory"]
@@ -59,7 +59,8 @@ class ReadMemory:
             checkpoint.store,
             file.name,
             file.data_offset,
-            self.allocate(data_bytes)[:data_bytes],
+            # Large enough for the next save's image too.
+            self.allocate(file.num_bytes)[:data_bytes],
             block_bytes=BLOCK_BYTES,
             num_threads=self._num_threads,
         )
