@@ -151,6 +151,13 @@ class ReshardLoadPlanner(LoadPlanner):
         claimed = self._paths.keys() | {path_name(path) for path in left_out}
         self.unclaimed = [n for n in (*self._rows, *saved_values, *own) if n not in claimed]
 
+    @property
+    def fits_alone(self) -> bool:
+        """Whether :meth:`judge` will find nothing, whatever the other ranks take."""
+        return not self._problems and all(
+            matches(name, self._allow_unexpected) for name in self.unclaimed
+        )
+
     def judge(self, unclaimed: Iterable[str]) -> None:
         """Raise all differences that are not allowed, in one error.
 

@@ -188,6 +188,21 @@ class _Restore:
 
     def run(self, state: TrainState) -> RestoreReport:
         """Compare, fetch, deliver, apply; every step agreed by all ranks."""
+        try:
+            saved, plan = self._agree_on_plan(state)
+            self._trace.lap("compare")
+            fetched = self._group.run("reading the checkpoint", lambda: self._fetch(state, plan))
+            self._trace.lap("agree")
+            self._apply(state, plan, saved, fetched)
+            self._trace.lap("apply")
+        except BaseException:
+            self._reader.undo()
+            raise
+        finally:
+            self._reader.release()
+        return self._report(plan, saved)
+
+    def _agree_on_plan(self, state: TrainState) -> tuple[SavedState, RestorePlan]:
         group, planner = self._group, self._planner
         compared: list[tuple[SavedState, RestorePlan]] = []
 
@@ -199,18 +214,7 @@ class _Restore:
         ((saved, plan),) = compared
         group.run("comparing the checkpoint", lambda: planner.judge(unclaimed))
         self._share_out(state, plan, saved)
-        self._trace.lap("compare")
-        try:
-            fetched = group.run("reading the checkpoint", lambda: self._fetch(state, plan))
-            self._trace.lap("agree")
-            self._apply(state, plan, saved, fetched)
-            self._trace.lap("apply")
-        except BaseException:
-            self._reader.undo()
-            raise
-        finally:
-            self._reader.release()
-        return self._report(plan, saved)
+        return saved, plan
 
     def _apply(
         self, state: TrainState, plan: RestorePlan, saved: SavedState, fetched: Fetched
@@ -237,6 +241,9 @@ class _Restore:
                 f"step {self._step}: attempt {self._attempt} was found, {manifest.attempt} is there now",
                 step=self._step,
             )
+        if not self._from_memory:
+            # Before any rank begins to keep the store busy.
+            self._reader.open_own_file()
         saved = saved_state(manifest)
         plan = state.plan_restore(
             saved,
@@ -257,9 +264,8 @@ class _Restore:
             problems=plan.problems,
             left_out=plan.left_out,
         )
-        if not self._from_memory:
-            # Before any rank begins to keep the store busy.
-            self._reader.open_own_file()
+        if self._planner.fits_alone and not self._from_memory:
+            self._reader.read_ahead()
         return saved, plan
 
     def _share_out(self, state: TrainState, plan: RestorePlan, saved: SavedState) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_ckpt import CheckpointManager, RankLocal, TrainState
+from fsdp_ckpt.dcp import read_memory
 from fsdp_ckpt.testing import run_ranks
 from tests.multiprocess.test_manager import Holder, outcome, tree
 
@@ -197,3 +198,31 @@ def test_random_states_on_more_ranks(tmp_path: Path) -> None:
     assert all(drawn == again for drawn, again, _ in found)
     assert len({tuple(drawn) for drawn, _, _ in found}) == 4
     assert [derived for _, _, derived in found] == [(), (), ("rng",), ("rng",)]
+
+
+def reads_ahead(root: str) -> list[Any]:
+    rank = dist.get_rank()
+    read_memory.LEAST_AHEAD_BYTES = 1
+    sharded = nn.Linear(64, 64)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    manager = CheckpointManager(root, TrainState(model=sharded), timeout_s=250)
+    manager.save(mode="sync")
+    saved = sharded.weight.to_local().clone()  # type: ignore[union-attr]
+    extra = {"head": Holder(1)} if rank == 1 else {}
+    other = CheckpointManager(root, TrainState(model=sharded, extra=extra), timeout_s=250)
+    with torch.no_grad():
+        sharded.weight.to_local().fill_(7)  # type: ignore[union-attr]
+    refused = outcome(other.restore)
+    other.close()
+    is_kept = bool((sharded.weight.to_local() == 7).all())  # type: ignore[union-attr]
+    manager.restore()
+    manager.close()
+    return [refused, is_kept, torch.equal(sharded.weight.to_local(), saved)]  # type: ignore[union-attr]
+
+
+def test_a_rank_that_fits_and_one_that_does_not(tmp_path: Path) -> None:
+    """The first one reads its file ahead already; it changes nothing, and raises what the other one does."""
+    for refused, is_kept, is_restored in run_ranks(reads_ahead, 2, str(tmp_path)).values:
+        assert refused["type"] == "MismatchError"
+        assert "head" in refused["text"]
+        assert (is_kept, is_restored) == (True, True)
