@@ -65,6 +65,7 @@ class MemoryStore:
     """
 
     concurrency = 1
+    read_bytes = 16 * 1024 * 1024
     gap_bytes = 0
 
     def __init__(self, files: dict[str, bytes], prefix: str = "") -> None:

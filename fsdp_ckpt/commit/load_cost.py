@@ -98,6 +98,7 @@ def _cost(
         for wanted in spans.values()
         for span in coalesce_ranges(wanted.ranges, checkpoint.store.gap_bytes)
     ]
+    requests = list(cut_ranges(ranges, BLOCK_BYTES, checkpoint.store.read_bytes))
     headers = set(spans)
     if finder.reads_own_header:
         headers.add(rank)
@@ -112,7 +113,7 @@ def _cost(
         header_bytes=header_bytes,
         num_files=len(spans),
         num_ranges=len(ranges),
-        num_requests=len(headers) + sum(1 for _ in cut_ranges(ranges, BLOCK_BYTES)),
+        num_requests=len(headers) + len(requests),
         memory_bytes=read_bytes + header_bytes,
     )
 

@@ -13,12 +13,11 @@ from fsdp_ckpt.commit.source_images import allocate_sparsely
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
 from fsdp_ckpt.storage.at_hand import AtHand, Held, ReadAhead
-from fsdp_ckpt.storage.shard_io import READ_BYTES
 
 __all__ = ["ReadMemory"]
 
 # A smaller file is there about as soon when the plan has asked for it.
-LEAST_AHEAD_BYTES = READ_BYTES
+LEAST_AHEAD_BYTES = 16 * 1024 * 1024
 
 
 class ReadMemory:

@@ -30,7 +30,7 @@ from fsdp_ckpt.plan.image import PAGE_BYTES, Entry, coalesce_ranges
 from fsdp_ckpt.plan.layouts import ListedLayout
 from fsdp_ckpt.plan.ranges import box_ranges
 from fsdp_ckpt.storage.local import LocalStore
-from fsdp_ckpt.storage.shard_io import READ_BYTES, run_all
+from fsdp_ckpt.storage.shard_io import run_all
 from fsdp_ckpt.storage.store import Store
 
 __all__ = ["ModelFile", "ModelFiles", "open_model_files"]
@@ -141,10 +141,10 @@ class ModelFiles:
                 store.read_into,
                 key,
                 file.data_offset + at,
-                buffer[at - origin : min(at + READ_BYTES, stop) - origin],
+                buffer[at - origin : min(at + store.read_bytes, stop) - origin],
             )
             for start, stop in coalesce_ranges(ranges, store.gap_bytes)
-            for at in range(start, stop, READ_BYTES)
+            for at in range(start, stop, store.read_bytes)
         ]
 
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("fsdp_ckpt")
 # Share of the image that is filled before the first of it is written. Writing takes processor and memory from
 # the copy. That is no loss where training waits for the commit, a small one where it waits for the copy; and
 # where it goes on beside the copy, the sooner that is over the fewer steps are slower for it.
-FIRST_WRITTEN: Mapping[SaveMode, float] = {"sync": 0.0, "async": 0.2, "lazy": 1.0}
+FIRST_WRITTEN: Mapping[SaveMode, float] = {"sync": 0.0, "async": 0.3, "lazy": 1.0}
 
 
 class ImagePlace:

@@ -110,7 +110,7 @@ class Reading:
     def _begin(self, ranges: Iterable[Range]) -> list[_Part]:
         return [
             _Part(start, stop, self._threads.submit(self._read, start, stop))
-            for start, stop in cut_ranges(ranges, self._block_bytes)
+            for start, stop in cut_ranges(ranges, self._block_bytes, self._store.read_bytes)
         ]
 
     def _read(self, start: int, stop: int) -> None:

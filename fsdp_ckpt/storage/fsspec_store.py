@@ -40,6 +40,7 @@ class FsspecStore:
     """
 
     concurrency = 4
+    read_bytes = 16 * 1024 * 1024
     gap_bytes = 1024 * 1024
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:

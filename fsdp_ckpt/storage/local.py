@@ -40,6 +40,7 @@ class LocalStore:
     """
 
     concurrency = 2  # saturates a disk or a core, whichever is slower
+    read_bytes = 16 * 1024 * 1024
     gap_bytes = 128 * 1024
 
     def __init__(self, root: str, *, direct: bool | None = None) -> None:

@@ -51,6 +51,7 @@ class S3Store:
     """
 
     # What a connection brings in the tens of milliseconds that a request takes to answer.
+    read_bytes = 32 * 1024 * 1024  # each request costs the server as much as some MiB
     gap_bytes = 4 * 1024 * 1024
 
     def __init__(
@@ -134,7 +135,7 @@ class S3Store:
 
     def write(self, key: str, num_bytes: int) -> PutWriter | MultipartWriter:
         """Start a new object: an upload of several parts where it is larger than one."""
-        part_bytes = choose_part_bytes(num_bytes, self._client.part_bytes)
+        part_bytes = choose_part_bytes(num_bytes, self._client.part_bytes, self.concurrency)
         self._refuse_existing(key)
         kind = PutWriter if num_bytes <= part_bytes else MultipartWriter
         return kind(self, key, num_bytes, part_bytes)

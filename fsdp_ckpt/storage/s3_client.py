@@ -25,7 +25,9 @@ __all__ = ["S3Client"]
 
 T = TypeVar("T")
 
-CONCURRENCY = 8
+# Requests of a rank in flight: so many keep a network busy. But each wants a part of a core: on ranks that
+# have less, more requests only take turns, while the other end holds what they carry.
+FEWEST_REQUESTS, MOST_REQUESTS, REQUESTS_PER_CORE = 2, 8, 4
 # A server that takes or gives bytes more slowly than this, after a minute, is taken for dead.
 SLOWEST_BYTES_PER_S = 1024 * 1024
 PATIENCE_S = 60.0
@@ -38,6 +40,12 @@ _OURS = (
     "listings_expiry_time",
     "max_paths",
 )
+
+
+def usual_concurrency() -> int:
+    """Return how many requests this rank has in flight, by the cores that are its own."""
+    cores = len(os.sched_getaffinity(0)) / int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return min(max(int(REQUESTS_PER_CORE * cores), FEWEST_REQUESTS), MOST_REQUESTS)
 
 
 class S3Client:
@@ -61,7 +69,7 @@ class S3Client:
             self._policy = replace(self._policy, max_tries=int(retries["total_max_attempts"]))
         elif "max_attempts" in retries:
             self._policy = replace(self._policy, max_tries=int(retries["max_attempts"]) + 1)
-        self.concurrency = int(chosen.get("max_concurrency") or CONCURRENCY)
+        self.concurrency = int(chosen.get("max_concurrency") or usual_concurrency())
         self.part_bytes: int | None = chosen.get("default_block_size")
         self._options = chosen
         self._config = {

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.storage.retry import answer_of
-from fsdp_ckpt.storage.s3_client import CONCURRENCY
 
 if TYPE_CHECKING:
     from fsdp_ckpt.storage.s3 import S3Store
@@ -35,17 +34,18 @@ USUAL_SMALLEST, USUAL_LARGEST = 16 * MIB, 64 * MIB
 SEND_BYTES = MIB
 
 
-def choose_part_bytes(num_bytes: int, wanted: int | None = None) -> int:
+def choose_part_bytes(num_bytes: int, wanted: int | None = None, concurrency: int = 8) -> int:
     """Choose the size of an object's parts.
 
     Args:
         num_bytes: Of the object.
         wanted: By the user; taken within S3's limits.
+        concurrency: Parts in flight.
 
     Raises:
         StorageError: The object is larger than S3 takes.
     """
-    few = min(num_bytes // CONCURRENCY, FEW_PARTS_UP_TO)
+    few = min(num_bytes // concurrency, FEW_PARTS_UP_TO)
     size = wanted or min(max(num_bytes // USUAL_PARTS, few, USUAL_SMALLEST), USUAL_LARGEST)
     size = -(-max(size, SMALLEST_PART, -(-num_bytes // MOST_PARTS)) // MIB) * MIB
     if size > LARGEST_PART:

@@ -19,7 +19,6 @@ from fsdp_ckpt.storage.store import ObjectWriter, Store
 
 __all__ = ["cut_ranges", "digest", "plan_reads", "run_all", "write_shard"]
 
-READ_BYTES = 16 * 1024 * 1024
 WRITE_BYTES = 16 * 1024 * 1024
 # By one thread, which keeps up with the disk. Where training has all cores busy, each further one would take
 # as much of them again, at whatever priority.
@@ -194,14 +193,16 @@ def plan_reads(
             if take is not None:
                 take(at, block)
 
-    for start, stop in cut_ranges(ranges, block_bytes):
+    for start, stop in cut_ranges(ranges, block_bytes, store.read_bytes):
         yield partial(read, start, stop)
 
 
-def cut_ranges(ranges: Iterable[tuple[int, int]], block_bytes: int) -> Iterator[tuple[int, int]]:
+def cut_ranges(
+    ranges: Iterable[tuple[int, int]], block_bytes: int, read_bytes: int
+) -> Iterator[tuple[int, int]]:
     """Cut byte ranges into what one request each reads."""
     # Some whole blocks, so that every digest is checked while its bytes are in the cache.
-    piece = max(READ_BYTES // block_bytes, 1) * block_bytes
+    piece = max(read_bytes // block_bytes, 1) * block_bytes
     for first, last in ranges:
         for at in range(first, last, piece):
             yield at, min(at + piece, last)

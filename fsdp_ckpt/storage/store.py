@@ -60,6 +60,11 @@ class Store(Protocol):
         ...
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of a large range that one read asks for."""
+        ...
+
+    @property
     def gap_bytes(self) -> int:
         """Bytes that nobody wants between two ranges, up to which one read of both is faster than two."""
         ...

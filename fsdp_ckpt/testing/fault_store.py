@@ -42,6 +42,11 @@ class FaultStore:
         return self._store.concurrency
 
     @property
+    def read_bytes(self) -> int:
+        """As of the wrapped store."""
+        return self._store.read_bytes
+
+    @property
     def gap_bytes(self) -> int:
         """As of the wrapped store."""
         return self._store.gap_bytes

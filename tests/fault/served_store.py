@@ -75,6 +75,7 @@ class ServedStore:
     address: str
     folder: str = ""
     concurrency: int = 2
+    read_bytes: int = 16 * 1024 * 1024
     gap_bytes: int = 0
     _local: threading.local = field(default_factory=threading.local)
 

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from fsdp_ckpt.storage import Store, open_store
 from fsdp_ckpt.storage.in_order import InOrderWriter
 from fsdp_ckpt.storage.retry import RetryPolicy
 from fsdp_ckpt.storage.s3 import S3Store
+from fsdp_ckpt.storage.s3_client import usual_concurrency
 from fsdp_ckpt.storage.s3_listing import list_level
 from fsdp_ckpt.storage.s3_writer import choose_part_bytes
 from fsdp_ckpt.storage.shard_io import digest, write_shard
@@ -133,6 +135,16 @@ def test_parts_follow_from_the_size() -> None:
     assert choose_part_bytes(10**9, 20 * MIB) == 20 * MIB
     with pytest.raises(StorageError, match="S3 takes"):
         choose_part_bytes(10**14)
+
+
+def test_requests_in_flight_follow_from_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of one machine share its cores; alone a program has them all."""
+    found = {}
+    for cores, ranks in ((2, "4"), (2, ""), (192, "8"), (4, "4"), (6, "4"), (1, "64")):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        found[cores, ranks] = usual_concurrency()
+    assert list(found.values()) == [2, 8, 8, 4, 6, 2]
 
 
 def test_nothing_is_there_before_the_commit(s3: S3Place) -> None:

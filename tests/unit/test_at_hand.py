@@ -17,7 +17,7 @@ from fsdp_ckpt import CheckpointManager, CorruptCheckpointError, MismatchError, 
 from fsdp_ckpt.dcp import read_memory
 from fsdp_ckpt.errors import StorageError
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
-from fsdp_ckpt.storage import at_hand, shard_io
+from fsdp_ckpt.storage import at_hand
 from fsdp_ckpt.storage.at_hand import ReadAhead
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.open import open_store
@@ -30,6 +30,8 @@ DATA = bytes(range(40))
 
 class GatedStore(LocalStore):
     """Local files whose reads of more than the header wait at a gate, and are noted."""
+
+    read_bytes = 2 * BLOCK
 
     def __init__(self, root: Path) -> None:
         super().__init__(str(root))
@@ -46,6 +48,8 @@ class GatedStore(LocalStore):
 
 class CountingStore(LocalStore):
     """``DATA``; counts how often each byte is read. A read after so many others waits at a gate."""
+
+    read_bytes = 2 * BLOCK
 
     def __init__(self, num_reads: int) -> None:
         super().__init__("/nowhere")
@@ -66,9 +70,8 @@ class CountingStore(LocalStore):
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GatedStore:
+def store(tmp_path: Path) -> GatedStore:
     """Return a store with a file of ten blocks; parts of two blocks are read at a time."""
-    monkeypatch.setattr(shard_io, "READ_BYTES", 2 * BLOCK)
     (tmp_path / "file").write_bytes(b"h" * HEADER + DATA)
     return GatedStore(tmp_path)
 
@@ -117,18 +120,16 @@ def test_what_is_wanted_is_read_once(cuts: set[int], num_ahead: int) -> None:
     edges = sorted(cuts)
     ranges = [(a * BLOCK, b * BLOCK) for a, b in zip(edges[::2], edges[1::2], strict=False)]
     store = CountingStore(num_ahead)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(shard_io, "READ_BYTES", 2 * BLOCK)
-        ahead = ReadAhead(
-            store, "file", 0, memoryview(bytearray(len(DATA))), block_bytes=BLOCK, num_threads=1
-        )
-        assert store.reached.wait(250)
-        ahead.want(ranges)
-        store.gate.set()
-        for start, stop in ranges:
-            ahead.fill(start, stop)
-            assert ahead.data[start:stop] == DATA[start:stop]
-        ahead.close()
+    ahead = ReadAhead(
+        store, "file", 0, memoryview(bytearray(len(DATA))), block_bytes=BLOCK, num_threads=1
+    )
+    assert store.reached.wait(250)
+    ahead.want(ranges)
+    store.gate.set()
+    for start, stop in ranges:
+        ahead.fill(start, stop)
+        assert ahead.data[start:stop] == DATA[start:stop]
+    ahead.close()
     wanted = {at for start, stop in ranges for at in range(start, stop)}
     begun = set(range(min(2 * BLOCK * (num_ahead + 1), len(DATA))))
     assert store.counts == [int(at in wanted | begun) for at in range(len(DATA))]
