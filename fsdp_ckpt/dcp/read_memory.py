@@ -8,11 +8,13 @@ Invariant: no buffer goes back to its pool while anything can still write to it.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 from fsdp_ckpt.commit.checkpoint import Checkpoint
 from fsdp_ckpt.commit.source_images import allocate_sparsely
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
-from fsdp_ckpt.storage.at_hand import AtHand, Held, ReadAhead
+from fsdp_ckpt.storage.at_hand import AtHand, Held, Reading
 
 __all__ = ["ReadMemory"]
 
@@ -32,7 +34,7 @@ class ReadMemory:
         self._pool = pool
         self._num_threads = num_threads
         self._buffers: list[HostBuffer] = []  # of the pool, in use
-        self._ahead: dict[int, ReadAhead] = {}
+        self._ahead: dict[int, tuple[Reading, ThreadPoolExecutor]] = {}
         self.num_bytes_held = 0
 
     def allocate(self, num_bytes: int) -> memoryview:
@@ -54,15 +56,20 @@ class ReadMemory:
             return
         file = checkpoint.manifest.files[rank]
         data_bytes = checkpoint.header(rank).layout.data_bytes
-        self._ahead[rank] = ReadAhead(
+        threads = ThreadPoolExecutor(
+            self._num_threads or checkpoint.store.concurrency, "fsdp_ckpt-ahead"
+        )
+        reading = Reading(
             checkpoint.store,
             file.name,
             file.data_offset,
             # Large enough for the next save's image too.
             self.allocate(file.num_bytes)[:data_bytes],
             block_bytes=BLOCK_BYTES,
-            num_threads=self._num_threads,
+            threads=threads,
         )
+        self._ahead[rank] = reading, threads
+        reading.want([(0, data_bytes)])
 
     def at_hand(self, checkpoint: Checkpoint, rank: int, *, held: bool) -> AtHand | None:
         """Return where a file's data is already, or soon.
@@ -72,7 +79,9 @@ class ReadMemory:
             rank: Whose file.
             held: Whether what a save has left may be taken; it is gone then.
         """
-        return self._ahead.get(rank) or (self._take_held(checkpoint, rank) if held else None)
+        if rank in self._ahead:
+            return self._ahead[rank][0]
+        return self._take_held(checkpoint, rank) if held else None
 
     def _take_held(self, checkpoint: Checkpoint, rank: int) -> Held | None:
         file = checkpoint.manifest.files[rank]
@@ -86,7 +95,7 @@ class ReadMemory:
     def release(self) -> None:
         """Give everything back; nothing may look at it any more."""
         while self._ahead:
-            _, ahead = self._ahead.popitem()
-            ahead.close()
+            _, (_, threads) = self._ahead.popitem()
+            threads.shutdown(cancel_futures=True)  # and wait for what has begun
         while self._pool is not None and self._buffers:
             self._pool.release(self._buffers.pop())

@@ -1,7 +1,6 @@
 """Data of a shard that is there, or on its way, while other threads verify and use what has come.
 
-    Reading     ranges of it, in order, several parts at once
-    ReadAhead   from the start on, before anyone has said which ranges are wanted
+    Reading     ranges of it, in order, several parts at once; all of it, until someone says which are wanted
     Held        all of it, from a save
 
 Who reads waits for the storage alone, who verifies for the processor alone: where each did both in turn, they
@@ -14,13 +13,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import NamedTuple, Protocol
 
 from fsdp_ckpt.storage.shard_io import cut_ranges
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["AtHand", "Held", "ReadAhead", "Reading"]
+__all__ = ["AtHand", "Held", "Reading"]
 
 Range = tuple[int, int]  # bytes of a shard's data, half-open
 
@@ -34,7 +33,7 @@ class AtHand(Protocol):
         ...
 
     def want(self, ranges: Sequence[Range]) -> None:
-        """Say which bytes will be asked for: whole blocks, ascending, apart from each other. Called once."""
+        """Say which bytes will be asked for: whole blocks, ascending, apart from each other."""
         ...
 
     def fill(self, start: int, stop: int) -> None:
@@ -96,7 +95,7 @@ class Reading:
         self._parts: list[_Part] = []
 
     def want(self, ranges: Sequence[Range]) -> None:
-        """Read these ranges, and of others no more than has begun."""
+        """Read these ranges, and of those of an earlier call no more than has begun."""
         # From the end on: the threads go the other way.
         kept = [
             part
@@ -104,14 +103,9 @@ class Reading:
             if _is_within(part, ranges) or not part.read.cancel()
         ]
         kept.reverse()
-        missing = list(_outside(ranges, kept))
-        self._parts = sorted([*kept, *self._begin(missing)], key=lambda part: part.start)
-
-    def _begin(self, ranges: Iterable[Range]) -> list[_Part]:
-        return [
-            _Part(start, stop, self._threads.submit(self._read, start, stop))
-            for start, stop in cut_ranges(ranges, self._block_bytes, self._store.read_bytes)
-        ]
+        missing = cut_ranges(_outside(ranges, kept), self._block_bytes, self._store.read_bytes)
+        begun = [_Part(a, b, self._threads.submit(self._read, a, b)) for a, b in missing]
+        self._parts = sorted([*kept, *begun], key=lambda part: part.start)
 
     def _read(self, start: int, stop: int) -> None:
         part = self.data[start - self._origin : stop - self._origin]
@@ -129,44 +123,6 @@ class Reading:
                 break
             if part.stop > start:
                 part.read.result()
-
-
-class ReadAhead(Reading):
-    """Reads a shard's data from its start on; :meth:`want` ends what is not wanted.
-
-    Args:
-        store: Where from.
-        key: The shard's key.
-        data_offset: Start of the data in the file, in bytes.
-        data: Memory for all of the data; nobody else changes it before :meth:`close`.
-        block_bytes: Parts are multiples of it.
-        num_threads: Reads in flight; by default as many as suit the store.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        key: str,
-        data_offset: int,
-        data: memoryview,
-        *,
-        block_bytes: int,
-        num_threads: int | None = None,
-    ) -> None:
-        self._own = ThreadPoolExecutor(num_threads or store.concurrency, "fsdp_ckpt-ahead")
-        super().__init__(
-            store,
-            key,
-            data_offset,
-            data,
-            block_bytes=block_bytes,
-            threads=self._own,
-        )
-        self._parts = self._begin([(0, len(data))])
-
-    def close(self) -> None:
-        """Begin no further part, and wait for those that have begun; once more is fine."""
-        self._own.shutdown(cancel_futures=True)
 
 
 def _is_within(part: _Part, ranges: Sequence[Range]) -> bool:

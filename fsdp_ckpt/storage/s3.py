@@ -50,8 +50,8 @@ class S3Store:
         StorageError: An option is unusable, or the URL names no bucket, or credentials.
     """
 
-    # What a connection brings in the tens of milliseconds that a request takes to answer.
     read_bytes = 32 * 1024 * 1024  # each request costs the server as much as some MiB
+    # What a connection brings in the tens of milliseconds that a request takes to answer.
     gap_bytes = 4 * 1024 * 1024
 
     def __init__(

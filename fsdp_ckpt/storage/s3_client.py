@@ -21,7 +21,7 @@ from s3fs.core import AioConfig
 from fsdp_ckpt.storage.retry import RetryPolicy
 from fsdp_ckpt.storage.s3_errors import is_transient
 
-__all__ = ["S3Client"]
+__all__ = ["MOST_REQUESTS", "S3Client", "usual_concurrency"]
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_ckpt.errors import CheckpointError, NotFoundError, StorageError
 from fsdp_ckpt.storage.retry import answer_of
+from fsdp_ckpt.storage.s3_client import MOST_REQUESTS
 
 if TYPE_CHECKING:
     from fsdp_ckpt.storage.s3 import S3Store
@@ -34,7 +35,9 @@ USUAL_SMALLEST, USUAL_LARGEST = 16 * MIB, 64 * MIB
 SEND_BYTES = MIB
 
 
-def choose_part_bytes(num_bytes: int, wanted: int | None = None, concurrency: int = 8) -> int:
+def choose_part_bytes(
+    num_bytes: int, wanted: int | None = None, concurrency: int = MOST_REQUESTS
+) -> int:
     """Choose the size of an object's parts.
 
     Args:

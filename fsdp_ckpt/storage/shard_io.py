@@ -201,7 +201,7 @@ def cut_ranges(
     ranges: Iterable[tuple[int, int]], block_bytes: int, read_bytes: int
 ) -> Iterator[tuple[int, int]]:
     """Cut byte ranges into what one request each reads."""
-    # Some whole blocks, so that every digest is checked while its bytes are in the cache.
+    # Whole blocks: what one call reads, one call can verify.
     piece = max(read_bytes // block_bytes, 1) * block_bytes
     for first, last in ranges:
         for at in range(first, last, piece):

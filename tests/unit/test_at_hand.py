@@ -17,10 +17,10 @@ from fsdp_ckpt import CheckpointManager, CorruptCheckpointError, MismatchError, 
 from fsdp_ckpt.dcp import read_memory
 from fsdp_ckpt.errors import StorageError
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
-from fsdp_ckpt.storage import at_hand
-from fsdp_ckpt.storage.at_hand import ReadAhead
+from fsdp_ckpt.storage.at_hand import Reading
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.open import open_store
+from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.testing import Fault, FaultPlan, FaultStore
 
 BLOCK = 4
@@ -76,11 +76,22 @@ def store(tmp_path: Path) -> GatedStore:
     return GatedStore(tmp_path)
 
 
-def begin(store: GatedStore) -> ReadAhead:
+class Ahead(Reading):
+    """Reads ``DATA`` ahead by threads of its own."""
+
+    def __init__(self, store: Store, data_offset: int, num_threads: int) -> None:
+        self.own = ThreadPoolExecutor(num_threads)
+        memory = memoryview(bytearray(len(DATA)))
+        super().__init__(store, "file", data_offset, memory, block_bytes=BLOCK, threads=self.own)
+        self.want([(0, len(DATA))])
+
+    def close(self) -> None:
+        self.own.shutdown(cancel_futures=True)
+
+
+def begin(store: GatedStore) -> Ahead:
     """Return what reads ahead by two threads, once both of them have begun."""
-    ahead = ReadAhead(
-        store, "file", HEADER, memoryview(bytearray(len(DATA))), block_bytes=BLOCK, num_threads=2
-    )
+    ahead = Ahead(store, HEADER, 2)
     for _ in range(2):
         assert store.has_begun.acquire(timeout=250)
     return ahead
@@ -120,9 +131,7 @@ def test_what_is_wanted_is_read_once(cuts: set[int], num_ahead: int) -> None:
     edges = sorted(cuts)
     ranges = [(a * BLOCK, b * BLOCK) for a, b in zip(edges[::2], edges[1::2], strict=False)]
     store = CountingStore(num_ahead)
-    ahead = ReadAhead(
-        store, "file", 0, memoryview(bytearray(len(DATA))), block_bytes=BLOCK, num_threads=1
-    )
+    ahead = Ahead(store, 0, 1)
     assert store.reached.wait(250)
     ahead.want(ranges)
     store.gate.set()
@@ -165,14 +174,7 @@ def test_only_who_wants_it_learns_of_a_failure(store: GatedStore) -> None:
     store.gate.set()
     plan = FaultPlan(Fault("fail", verbs=("read_into",), nth=1))
     with plan:
-        ahead = ReadAhead(
-            FaultStore(store, plan),
-            "file",
-            HEADER,
-            memoryview(bytearray(len(DATA))),
-            block_bytes=BLOCK,
-            num_threads=1,
-        )
+        ahead = Ahead(FaultStore(store, plan), HEADER, 1)
         assert store.has_begun.acquire(timeout=250)
         ahead.want([(4, 16)])
         ahead.fill(8, 16)
@@ -195,21 +197,21 @@ class Job:
 
 
 @pytest.fixture
-def aheads(monkeypatch: pytest.MonkeyPatch) -> list[ReadAhead]:
+def aheads(monkeypatch: pytest.MonkeyPatch) -> list[Reading]:
     """Return what read ahead; small files count, and are read in parts of a block."""
-    made: list[ReadAhead] = []
+    made: list[Reading] = []
 
-    class Noted(ReadAhead):
+    class Noted(Reading):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             made.append(self)
 
     monkeypatch.setattr(read_memory, "LEAST_AHEAD_BYTES", 1)
-    monkeypatch.setattr(read_memory, "ReadAhead", Noted)
+    monkeypatch.setattr(read_memory, "Reading", Noted)
     return made
 
 
-def test_a_restore_takes_what_was_read_ahead(tmp_path: Path, aheads: list[ReadAhead]) -> None:
+def test_a_restore_takes_what_was_read_ahead(tmp_path: Path, aheads: list[Reading]) -> None:
     """To the bit; and once more, into memory that the first one has used."""
     job = Job(tmp_path, "a", "b")
     before = {name: p.detach().clone() for name, p in job.model.named_parameters()}
@@ -224,7 +226,7 @@ def test_a_restore_takes_what_was_read_ahead(tmp_path: Path, aheads: list[ReadAh
 
 
 def test_one_buffer_is_enough_for_what_one_file_holds(
-    tmp_path: Path, aheads: list[ReadAhead], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, aheads: list[Reading], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool's one buffer takes it all, from save to restore and back: as large for either."""
     asked: list[int] = []
@@ -245,7 +247,7 @@ def test_one_buffer_is_enough_for_what_one_file_holds(
 
 
 def test_a_part_of_the_file_can_be_all_that_is_wanted(
-    tmp_path: Path, aheads: list[ReadAhead]
+    tmp_path: Path, aheads: list[Reading]
 ) -> None:
     """The rest of what was read ahead is let go."""
     job = Job(tmp_path, "a", "b", "c")
@@ -259,7 +261,7 @@ def test_a_part_of_the_file_can_be_all_that_is_wanted(
     assert len(aheads) == 1
 
 
-def test_damage_in_what_was_read_ahead_is_named(tmp_path: Path, aheads: list[ReadAhead]) -> None:
+def test_damage_in_what_was_read_ahead_is_named(tmp_path: Path, aheads: list[Reading]) -> None:
     """As in what was not; the live state stays."""
     job = Job(tmp_path, "a", "b")
     job.manager.save(mode="sync")
@@ -276,7 +278,7 @@ def test_damage_in_what_was_read_ahead_is_named(tmp_path: Path, aheads: list[Rea
 
 
 def test_a_state_that_does_not_fit_reads_nothing_ahead(
-    tmp_path: Path, aheads: list[ReadAhead]
+    tmp_path: Path, aheads: list[Reading]
 ) -> None:
     """The difference is found before: of the files no more than a header has been read."""
     job = Job(tmp_path, "a", "b")
@@ -293,7 +295,7 @@ def test_a_state_that_does_not_fit_reads_nothing_ahead(
 
 def test_small_files_are_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are there as soon as they are asked for."""
-    monkeypatch.setattr(at_hand.ReadAhead, "_read", lambda *args: pytest.fail("read ahead"))
+    monkeypatch.setattr(read_memory, "Reading", lambda *args, **kwargs: pytest.fail("read ahead"))
     job = Job(tmp_path, "a")
     job.manager.save(mode="sync")
     job.manager.restore()
