@@ -16,8 +16,9 @@ from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
+from fsdp_ckpt.snapshot.host_copy import HostCopy
 from fsdp_ckpt.snapshot.image import Filled, SideStreams, fill_image
-from fsdp_ckpt.writer.job import WriteJob
+from fsdp_ckpt.writer.job import NO_DIGEST, WriteJob
 
 __all__ = ["ShardImage"]
 
@@ -33,6 +34,7 @@ class ShardImage:
         num_bytes: Size of the file.
         data_offset: Start of the data, in bytes.
         digests_at: Where the digests go, in bytes.
+        host_copy: Copies what is in host memory.
         values: The global values that this rank answers for, as they are now.
         inline: Content of the tensors that the manifest holds too, as they are now.
         num_copied: Entries that are in place, the first ones.
@@ -44,6 +46,7 @@ class ShardImage:
     num_bytes: int
     data_offset: int
     digests_at: int
+    host_copy: HostCopy
     values: Mapping[Path, Json]
     inline: Mapping[str, bytes]
     num_copied: int = 0
@@ -58,6 +61,7 @@ class ShardImage:
         *,
         manifest: Manifest | None = None,
         head_start: HeadStart | None = None,
+        digesting: bool = False,
     ) -> ShardImage:
         """Take a buffer and put the header into it; copy everything that is not a tensor.
 
@@ -69,6 +73,8 @@ class ShardImage:
             manifest: On rank 0, the manifest so far, kept in the shard as a spare.
             head_start: Entries that are copied already; its buffer is the image's where it fits, else the
                 pool's again.
+            digesting: Whether training stands still while the image is filled, so that what is copied can be
+                digested on the way.
 
         Raises:
             CheckpointError: The header would be larger than safetensors allows.
@@ -92,10 +98,12 @@ class ShardImage:
         inline = contents.inline()
         if head_start is not None and head_start.fits(len(header), contents.layout):
             buffer, num_copied = head_start.buffer, head_start.num_entries
+            host_copy = head_start.host_copy
         else:
             if head_start is not None:
                 pool.release(head_start.buffer)
             buffer, num_copied = pool.acquire(num_bytes), 0
+            host_copy = HostCopy(contents.layout.data_bytes, digesting=digesting)
         buffer.memory[: len(header)] = header
         return cls(
             buffer=buffer,
@@ -104,6 +112,7 @@ class ShardImage:
             num_bytes=num_bytes,
             data_offset=len(header),
             digests_at=max(header.find(blank.encode()), 0),
+            host_copy=host_copy,
             values=contents.global_values,
             inline=inline,
             num_copied=num_copied,
@@ -125,6 +134,13 @@ class ShardImage:
         See :func:`~fsdp_ckpt.snapshot.image.fill_image`.
         """
         layout = self.contents.layout
+
+        def report(num_bytes: int) -> None:
+            if num_bytes == self.num_bytes:  # the writer may look for them from now on
+                self._put_digests()
+            if filled is not None:
+                filled(num_bytes)
+
         rest = layout.entries[self.num_copied :]
         entries = rest if only is None else [e for e in rest if only(e)]
         fill_image(
@@ -133,9 +149,17 @@ class ShardImage:
             layout,
             self.contents.resolve,
             entries=entries,
-            filled=filled,
+            filled=report,
+            host_copy=self.host_copy,
             streams=streams,
         )
+
+    def _put_digests(self) -> None:
+        """Put the digests that the copy has taken into the header; the writer takes the others."""
+        taken = self.host_copy.digests
+        digests = (taken.get(i, NO_DIGEST) for i in range(self.contents.layout.num_blocks))
+        hole = "".join(digests).encode()
+        self.buffer.memory[self.digests_at : self.digests_at + len(hole)] = hole
 
     def job(self, key: str, num_threads: int | None, address: Mapping[str, Any]) -> WriteJob:
         """Return what to ask of a writer.

@@ -165,6 +165,7 @@ class Saver:
                         pool,
                         manifest=manifest if self._group.is_coordinator else None,
                         head_start=head_start,
+                        digesting=mode != "lazy",
                     )
                 ),
                 folder=step_folder(step),

@@ -15,6 +15,7 @@ import torch
 
 from fsdp_ckpt.plan.image import Entry, ImageLayout
 from fsdp_ckpt.snapshot.buffer import HostBuffer
+from fsdp_ckpt.snapshot.host_copy import HostCopy
 from fsdp_ckpt.snapshot.image import SideStreams, fill_image
 
 __all__ = ["HeadStart"]
@@ -27,12 +28,16 @@ class HeadStart:
         buffer: For the image; whoever has this object gives it back.
         data_offset: Where its data will start, in bytes, if its header is as long as that of the last one.
         layout: Of its data.
+        host_copy: Copies what is in host memory, now and later.
     """
 
-    def __init__(self, buffer: HostBuffer, data_offset: int, layout: ImageLayout) -> None:
+    def __init__(
+        self, buffer: HostBuffer, data_offset: int, layout: ImageLayout, host_copy: HostCopy
+    ) -> None:
         self.buffer = buffer
         self.data_offset = data_offset
         self.layout = layout
+        self.host_copy = host_copy
         self.num_entries = 0  # copied
 
     def copy(
@@ -58,7 +63,13 @@ class HeadStart:
 
         num_taken: list[Entry] = []
         fill_image(
-            self.buffer, self.data_offset, self.layout, resolve, entries=entries(), streams=streams
+            self.buffer,
+            self.data_offset,
+            self.layout,
+            resolve,
+            entries=entries(),
+            host_copy=self.host_copy,
+            streams=streams,
         )
         self.num_entries = len(num_taken)
 

@@ -6,7 +6,6 @@ the rest is still being copied.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ import torch
 
 from fsdp_ckpt.plan.image import Entry, ImageLayout
 from fsdp_ckpt.snapshot.buffer import HostBuffer
+from fsdp_ckpt.snapshot.host_copy import HostCopy
 
 __all__ = ["Filled", "SideStreams", "fill_image", "view_bytes", "view_entry"]
 
@@ -59,6 +59,7 @@ def fill_image(
     *,
     entries: Iterable[Entry] | None = None,
     filled: Filled | None = None,
+    host_copy: HostCopy | None = None,
     streams: SideStreams | None = None,
 ) -> None:
     """Copy live tensors into the image; they may change again when this returns.
@@ -70,11 +71,13 @@ def fill_image(
         resolve: Entry → live local tensor of the chunk's shape, on any device.
         entries: Those to copy, in the image's order; by default all. The others count as filled.
         filled: Told now and then, and at the end, how many bytes of the image are filled.
+        host_copy: Copies what is in host memory; by default without digests.
         streams: Where accelerators copy; by default after what this thread has queued.
     """
     num_bytes = data_offset + layout.data_bytes
     stride = max(STRIDE_BYTES, num_bytes // MAX_REPORTS)
     reported = 0
+    host_copy = host_copy or HostCopy(layout.data_bytes)
     streams = streams or SideStreams()
     targets = _targets(buffer, data_offset, layout)
 
@@ -94,45 +97,33 @@ def fill_image(
             if target is None:
                 target = view_entry(buffer, data_offset, entry, source.dtype)
                 targets[entry.key, source.dtype] = target
-            for piece, into, done in _pieces(source, target, stride):
+            done = 0
+            for piece, into in _pieces(source, target, stride):
                 if piece.is_cuda:
                     with streams.of(piece):
                         into.copy_(piece, non_blocking=True)
                 else:
-                    _copy(into, piece)
+                    host_copy.copy(entry.byte_offset + done, into, piece)
+                done += into.nbytes
                 report(start + done)
     streams.wait()
     if filled is not None:
         filled(num_bytes)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy host memory: by torch where it has threads to share the work, else by memmove, which is faster."""
-    is_plain = (
-        source.is_contiguous() and source.device.type == "cpu" and source.dtype == target.dtype
-    )
-    if is_plain and torch.get_num_threads() == 1 and not (source.is_conj() or source.is_neg()):
-        num_bytes = source.numel() * source.element_size()
-        ctypes.memmove(
-            target.data_ptr(), source.data_ptr(), num_bytes
-        )  # without the interpreter lock
-    else:
-        target.copy_(source)
-
-
 def _pieces(
     source: torch.Tensor, target: torch.Tensor, stride: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Cut a large tensor, so that its first bytes are written before its last are copied."""
     num_bytes = source.numel() * source.element_size()
     if num_bytes <= stride or not source.is_contiguous():
-        yield source, target, num_bytes
+        yield source, target
         return
     step = stride // source.element_size()
     flat, into = source.view(-1), target.view(-1)
     for start in range(0, flat.numel(), step):
         stop = min(start + step, flat.numel())
-        yield flat[start:stop], into[start:stop], stop * source.element_size()
+        yield flat[start:stop], into[start:stop]
 
 
 class SideStreams:

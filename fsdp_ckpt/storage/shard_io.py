@@ -1,7 +1,7 @@
 """A shard's bytes on their way to a store and back, with the digests of its blocks.
 
-write:  parts are put by several threads, blocks digested by another; the header, which holds the digests,
-        goes last
+write:  parts are put by several threads, blocks without a digest digested by another; the header, which holds
+        the digests, goes last
 read:   whole blocks straight into the caller's buffer, each verified as it arrives
 """
 
@@ -40,6 +40,7 @@ def write_shard(
     data_offset: int,
     block_bytes: int,
     seal: Callable[[Sequence[str]], bytes],
+    known: Callable[[int], str | None] = lambda block: None,
     wait_filled: Callable[[int], None] | None = None,
     num_threads: int | None = None,
 ) -> str:
@@ -52,6 +53,8 @@ def write_shard(
         data_offset: Start of the data in the image, in bytes.
         block_bytes: Bytes per digest.
         seal: Digests → header region of exactly ``data_offset`` bytes.
+        known: Number of a block → its digest, where whoever filled the image has taken it; asked when all of
+            it is there.
         wait_filled: Waits until the image holds so many bytes; by default it is whole already.
         num_threads: Threads that write; by default as many as suit the store.
 
@@ -72,7 +75,8 @@ def write_shard(
             if wait_filled is not None:
                 wait_filled(len(image))
             for at in range(start, stop, block_bytes):
-                digests[at // block_bytes] = digest(data[at : min(at + block_bytes, stop)])
+                block = at // block_bytes
+                digests[block] = known(block) or digest(data[at : min(at + block_bytes, stop)])
 
         def put(start: int, stop: int) -> None:
             if wait_filled is not None:

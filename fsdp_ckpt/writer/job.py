@@ -3,8 +3,10 @@
     trainer                                       writer (a thread, or a process)
     header with a hole in image[:data_offset]
     submit(job, image) ─────────────────────────> opens the store, waits for bytes
-    copies tensors, filled(n), filled(n) ... ───> digests and writes what is filled
-                                                  digests into the hole, header last, durable
+    copies tensors, filled(n), filled(n) ... ───> writes what is filled
+    the digests that it has into the hole
+    filled(all) ────────────────────────────────> takes the other digests, writes the rest
+                                                  all digests into the hole, header last, durable
     result() <─────────────────────────────────── digest of the header
 
 Invariant: when ``result`` returns, the file is durable; when it raises, no file is there.
@@ -24,7 +26,10 @@ from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.shard_io import write_shard
 from fsdp_ckpt.storage.store import Store
 
-__all__ = ["PendingWrite", "ShardWriter", "WriteJob", "run_job", "store_address"]
+__all__ = ["NO_DIGEST", "PendingWrite", "ShardWriter", "WriteJob", "run_job", "store_address"]
+
+# Stands in the hole for a digest that the writer has to take. A block that has it is digested once more.
+NO_DIGEST = "0" * 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,8 @@ class WriteJob:
         num_bytes: Size of the file.
         data_offset: Start of the data, in bytes; before it lies the header.
         block_bytes: Bytes per digest.
-        digests_at: Where in the header the digests go, in bytes.
+        digests_at: Where in the header the digests go, in bytes; once all is filled, those that are known or
+            ``NO_DIGEST`` stand there.
         num_threads: Threads that write; ``None`` as many as suit the store.
         url: Of the store, for a writer in another process.
         storage_options: Likewise.
@@ -105,6 +111,11 @@ def run_job(
         CheckpointError: The store failed, or the image was not finished; no file is there.
     """
 
+    def known(block: int) -> str | None:
+        at = job.digests_at + block * len(NO_DIGEST)
+        found = bytes(image[at : at + len(NO_DIGEST)]).decode()
+        return None if found == NO_DIGEST else found
+
     def seal(digests: Sequence[str]) -> bytes:
         header = bytearray(image[: job.data_offset])
         filling = "".join(digests).encode()
@@ -117,6 +128,7 @@ def run_job(
         image,
         data_offset=job.data_offset,
         block_bytes=job.block_bytes,
+        known=known,
         seal=seal,
         wait_filled=wait_filled,
         num_threads=job.num_threads,

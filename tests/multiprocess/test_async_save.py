@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,10 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_ckpt import CheckpointError, CheckpointManager, SaveOptions, TrainState
 from fsdp_ckpt.options import SaveMode, WriterKind
+from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.head_start import HeadStart
+from fsdp_ckpt.snapshot.host_copy import stream_copy
+from fsdp_ckpt.storage import shard_io
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
@@ -275,6 +279,52 @@ def early(root: str) -> list[dict[str, Any]]:
         found.append({"same": job.bits() == expected, "taken": taken[-1] if taken else None})
     job.manager.close()
     return found
+
+
+def digested(root: str) -> dict[str, list[int]]:
+    """Save in every mode; return how many of the blocks the writer had to digest itself."""
+    torch.set_num_threads(1)  # as torchrun has it
+    real, lengths = shard_io.digest, []
+
+    def digest(data: bytes | memoryview) -> str:
+        lengths.append(len(data))
+        return real(data)
+
+    found = {}
+    for mode in ("sync", "async", "lazy"):
+        job = Job(f"{root}/{mode}", mode=mode, writer="thread", width=1024)
+        # Not in one piece: torch copies it, and its blocks are not digested on the way.
+        job.ema["mean"] = torch.zeros(2, 70_000).t()
+        found[mode] = []
+        for _ in range(2):
+            job.step()
+            expected = job.bits()
+            shard_io.digest = digest
+            handle = job.manager.save()
+            handle.wait_staged()
+            job.spoil()
+            handle.wait()
+            shard_io.digest = real
+            found[mode].append(lengths.count(BLOCK_BYTES))
+            lengths.clear()
+            job.manager.restore()
+            assert job.bits() == expected
+        job.manager.close()
+    return found
+
+
+def test_the_copy_takes_the_digests_where_training_stands_still(tmp_path: Path) -> None:
+    """All that it can: those of memory in one piece. Beside training, and of the rest, the writer does."""
+    assert stream_copy is not None or shutil.which("cc") is None, "the extension was not built"
+    ranks = run_ranks(digested, 2, str(tmp_path)).values
+    for found in ranks:
+        num_odd, all_of_them = found["async"][0], found["lazy"][0]
+        assert all_of_them > 20
+        assert found == {"sync": [num_odd] * 2, "async": [num_odd] * 2, "lazy": [all_of_them] * 2}
+    if stream_copy is not None:  # one rank has the odd one, 560,000 bytes
+        num_odd, another = sorted(found["async"][0] for found in ranks)
+        assert num_odd == 0
+        assert 2 <= another <= 4
 
 
 def test_copying_begins_before_all_ranks_have_agreed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_range
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
+from fsdp_ckpt.snapshot.host_copy import HostCopy
 from fsdp_ckpt.snapshot.image import SideStreams, fill_image, view_bytes, view_entry
 
 ITEMSIZES = {
@@ -329,7 +330,7 @@ def test_a_head_start_copies_the_first_entries() -> None:
     pool = ImagePool()
     buffer = pool.acquire(4096 + layout.data_bytes)
     buffer.memory[:] = b"x" * len(buffer)
-    early = HeadStart(buffer, 4096, layout)
+    early = HeadStart(buffer, 4096, layout, HostCopy(layout.data_bytes))
     asked = iter([False, False, True])
     early.copy(lambda entry: tensors[entry.name], lambda: next(asked), SideStreams())
     assert early.num_entries == 2
