@@ -81,9 +81,9 @@ class HostCopy:
             block, within = divmod(at, BLOCK_BYTES)
             if within == 0:
                 self._hasher = xxhash.xxh3_64()
-            stop = min((block + 1) * BLOCK_BYTES, self._next)
-            update = None if self._hasher is None else self._hasher.update
-            stream_copy(target + at - start, source + at - start, stop - at, update)
-            if update is not None and (stop % BLOCK_BYTES == 0 or stop == self._data_bytes):
-                self.digests[block] = self._hasher.hexdigest()
-            at = stop
+            size = min(BLOCK_BYTES - within, self._next - at)
+            hasher = self._hasher
+            stream_copy(target, source, size, hasher and hasher.update)
+            at, target, source = at + size, target + size, source + size
+            if hasher and (within + size == BLOCK_BYTES or at == self._data_bytes):
+                self.digests[block] = hasher.hexdigest()
