@@ -9,7 +9,7 @@ last one was. Where it is not, the bytes are copied anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -53,25 +53,15 @@ class HeadStart:
             is_over: Asked before each entry.
             streams: Where accelerators copy.
         """
-
-        def entries() -> Iterator[Entry]:
-            for entry in self.layout.entries:
-                if is_over():
-                    return
-                yield entry
-                num_taken.append(entry)
-
-        num_taken: list[Entry] = []
-        fill_image(
+        self.num_entries = fill_image(
             self.buffer,
             self.data_offset,
             self.layout,
             resolve,
-            entries=entries(),
+            is_over=is_over,
             host_copy=self.host_copy,
             streams=streams,
         )
-        self.num_entries = len(num_taken)
 
     def fits(self, data_offset: int, layout: ImageLayout) -> bool:
         """Whether an image has its data where this has put it."""

@@ -21,7 +21,7 @@ import xxhash
 
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 
-__all__ = ["HostCopy"]
+__all__ = ["HostCopy", "is_plain"]
 
 stream_copy: Callable[..., None] | None
 try:
@@ -32,8 +32,20 @@ else:
     stream_copy = _stream_copy.stream_copy
 
 
+def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether to copy a tensor is to copy its bytes, and torch has no threads to share that among."""
+    return (
+        source.is_contiguous()
+        and source.device.type == "cpu"
+        and source.dtype == target.dtype
+        and torch.get_num_threads() == 1
+        and not source.is_conj()
+        and not source.is_neg()
+    )
+
+
 class HostCopy:
-    """Copies the tensors of one image, in the order in which they lie in it.
+    """Copies memory into one image, in the order in which it lies there.
 
     Args:
         data_bytes: Of the image.
@@ -49,28 +61,21 @@ class HostCopy:
         self._hasher: Any = None  # of the block that is being copied, from its start
         self._next = 0  # byte of the data
 
-    def copy(self, start: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor: by torch where it has threads to share the work, or where bytes change.
+    def copy(self, start: int, target: int, source: int, num_bytes: int) -> None:
+        """Copy bytes.
 
         Args:
             start: First byte in the data.
-            target: Over the image's memory.
-            source: Of the same shape.
+            target: Its address in the image.
+            source: Address of what is copied.
+            num_bytes: How many.
         """
-        is_plain = (
-            source.is_contiguous() and source.device.type == "cpu" and source.dtype == target.dtype
-        )
-        if not is_plain or torch.get_num_threads() > 1 or source.is_conj() or source.is_neg():
-            target.copy_(source)
-            return
-        num_bytes = source.numel() * source.element_size()
-        to, of = target.data_ptr(), source.data_ptr()
         if self._is_digesting:
-            self._copy_digesting(start, to, of, num_bytes)
+            self._copy_digesting(start, target, source, num_bytes)
         elif stream_copy is not None:
-            stream_copy(to, of, num_bytes)
+            stream_copy(target, source, num_bytes)
         else:
-            ctypes.memmove(to, of, num_bytes)  # without the interpreter lock
+            ctypes.memmove(target, source, num_bytes)  # without the interpreter lock
 
     def _copy_digesting(self, start: int, target: int, source: int, num_bytes: int) -> None:
         assert stream_copy is not None

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 
 from fsdp_ckpt.plan.image import Entry, ImageLayout
 from fsdp_ckpt.snapshot.buffer import HostBuffer
-from fsdp_ckpt.snapshot.host_copy import HostCopy
+from fsdp_ckpt.snapshot.host_copy import HostCopy, is_plain
 
 __all__ = ["Filled", "SideStreams", "fill_image", "view_bytes", "view_entry"]
 
@@ -24,6 +25,7 @@ Filled: TypeAlias = Callable[[int], None]
 # How often the writer hears of progress: at least each of these, at most so many times a save.
 STRIDE_BYTES = 16 * 1024 * 1024
 MAX_REPORTS = 64
+NUM_AHEAD = 64
 
 
 def view_bytes(buffer: Memory, start: int, stop: int) -> torch.Tensor:
@@ -59,9 +61,10 @@ def fill_image(
     *,
     entries: Iterable[Entry] | None = None,
     filled: Filled | None = None,
+    is_over: Callable[[], bool] = lambda: False,
     host_copy: HostCopy | None = None,
     streams: SideStreams | None = None,
-) -> None:
+) -> int:
     """Copy live tensors into the image; they may change again when this returns.
 
     Args:
@@ -71,15 +74,18 @@ def fill_image(
         resolve: Entry → live local tensor of the chunk's shape, on any device.
         entries: Those to copy, in the image's order; by default all. The others count as filled.
         filled: Told now and then, and at the end, how many bytes of the image are filled.
+        is_over: Asked before each entry whether to leave it and those after it.
         host_copy: Copies what is in host memory; by default without digests.
         streams: Where accelerators copy; by default after what this thread has queued.
+
+    Returns:
+        How many entries were copied.
     """
     num_bytes = data_offset + layout.data_bytes
     stride = max(STRIDE_BYTES, num_bytes // MAX_REPORTS)
-    reported = 0
+    reported = num_copied = 0
     host_copy = host_copy or HostCopy(layout.data_bytes)
     streams = streams or SideStreams()
-    targets = _targets(buffer, data_offset, layout)
 
     def report(stop: int) -> None:
         nonlocal reported
@@ -89,26 +95,75 @@ def fill_image(
             reported = stop
 
     with torch.no_grad():
-        for entry in layout.entries if entries is None else entries:
-            start = data_offset + entry.byte_offset
-            report(start)
+        for part in _parts(buffer, data_offset, layout, resolve, entries):
+            if is_over():
+                break
+            start = part.entry.byte_offset
+            report(data_offset + start)
+            for stop in part.copy(stride, host_copy, streams):
+                report(data_offset + start + stop)
+            num_copied += 1
+    streams.wait()
+    if filled is not None:
+        filled(num_bytes)
+    return num_copied
+
+
+def _parts(
+    buffer: Memory,
+    data_offset: int,
+    layout: ImageLayout,
+    resolve: Callable[[Entry], torch.Tensor],
+    entries: Iterable[Entry] | None,
+) -> Iterator[_Part]:
+    """Find what goes where, for some entries ahead: between two copies nothing of this is in the cache."""
+    targets = _targets(buffer, data_offset, layout)
+    rest = iter(layout.entries if entries is None else entries)
+    while ahead := list(islice(rest, NUM_AHEAD)):
+        parts: list[_Part] = []
+        for entry in ahead:
             source = resolve(entry).detach()
             target = targets.get((entry.key, source.dtype))
             if target is None:
                 target = view_entry(buffer, data_offset, entry, source.dtype)
                 targets[entry.key, source.dtype] = target
-            done = 0
-            for piece, into in _pieces(source, target, stride):
-                if piece.is_cuda:
-                    with streams.of(piece):
-                        into.copy_(piece, non_blocking=True)
-                else:
-                    host_copy.copy(entry.byte_offset + done, into, piece)
-                done += into.nbytes
-                report(start + done)
-    streams.wait()
-    if filled is not None:
-        filled(num_bytes)
+            parts.append(_Part(entry, target, source))
+        yield from parts
+
+
+class _Part:
+    """A live tensor and where it goes."""
+
+    __slots__ = ("_memory", "_source", "_target", "entry")
+
+    def __init__(self, entry: Entry, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.entry = entry
+        self._target = target
+        self._source = source
+        self._memory = (
+            (target.data_ptr(), source.data_ptr(), target.nbytes)
+            if is_plain(target, source)
+            else None
+        )
+
+    def copy(self, stride: int, host_copy: HostCopy, streams: SideStreams) -> Iterator[int]:
+        """Copy it, in pieces of ``stride`` bytes; yield the end of each."""
+        if self._memory is not None:
+            target, source, num_bytes = self._memory
+            for at in range(0, num_bytes, stride):
+                size = min(stride, num_bytes - at)
+                host_copy.copy(self.entry.byte_offset + at, target + at, source + at, size)
+                yield at + size
+            return
+        done = 0
+        for piece, into in _pieces(self._source, self._target, stride):
+            if piece.is_cuda:
+                with streams.of(piece):
+                    into.copy_(piece, non_blocking=True)
+            else:
+                into.copy_(piece)
+            done += into.nbytes
+            yield done
 
 
 def _pieces(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot import host_copy
-from fsdp_ckpt.snapshot.host_copy import HostCopy, stream_copy
+from fsdp_ckpt.snapshot.host_copy import HostCopy, is_plain, stream_copy
 
 needs_extension = pytest.mark.skipif(
     stream_copy is None and shutil.which("cc") is None, reason="there is no C compiler here"
@@ -95,7 +95,7 @@ def test_digests_are_of_the_blocks_that_came_this_way_as_a_whole(
     for size, is_here in entries:
         source, target = random_bytes(size), image[start : start + size]
         if is_here:
-            copy.copy(start, target, source)
+            copy.copy(start, target.data_ptr(), source.data_ptr(), size)
         elif size:  # as an accelerator's tensor
             target.copy_(source)
             other_way |= set(range(start // BLOCK_BYTES, -(-(start + size) // BLOCK_BYTES)))
@@ -109,34 +109,30 @@ def test_digests_are_of_the_blocks_that_came_this_way_as_a_whole(
 
 
 @pytest.mark.parametrize("is_built", [True, False])
-def test_images_are_the_same_without_the_extension(
-    is_built: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("digesting", [True, False])
+def test_bytes_are_the_same_without_the_extension(
+    is_built: bool, digesting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contiguous or not, conjugate or not, digested or not; without it nothing is digested on the way."""
+    """Then nothing is digested on the way."""
     if not is_built:
         monkeypatch.setattr(host_copy, "stream_copy", None)
-    sources = [
-        torch.randn(1000, 700),
-        torch.randn(64, 32).t(),
-        torch.view_as_complex(torch.randn(50, 2)).conj(),
-        torch.randn(()),
-        torch.empty(0, 4),
-    ]
-    for digesting in (False, True):
-        copy, start = HostCopy(10**9, digesting=digesting), 0
-        for source in sources:
-            target = torch.empty(source.shape, dtype=source.dtype)
-            copy.copy(start, target, source)
-            assert torch.equal(target, source)
-            start += source.nbytes
-        assert len(copy.digests) == (10 if digesting and host_copy.stream_copy else 0)
-
-
-def test_threads_of_torch_share_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are several, the digests are left to the writer: they would be taken by one."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    source = torch.randn(BLOCK_BYTES)
-    copy, target = HostCopy(source.nbytes, digesting=True), torch.empty_like(source)
-    copy.copy(0, target, source)
+    source = random_bytes(3 * BLOCK_BYTES + 5)
+    target = torch.empty_like(source)
+    copy = HostCopy(len(source), digesting=digesting)
+    copy.copy(0, target.data_ptr(), source.data_ptr(), len(source))
     assert torch.equal(target, source)
-    assert copy.digests == {}
+    assert len(copy.digests) == (4 if digesting and host_copy.stream_copy else 0)
+
+
+def test_only_what_bytes_can_stand_for_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, of the same dtype, nothing left to be done; and no thread of torch that could help."""
+    plain, flat = torch.randn(64, 32), torch.empty(64, 32)
+    assert is_plain(flat, plain)
+    assert not is_plain(flat.t(), plain.t())
+    assert not is_plain(flat.double(), plain)
+    complex_ones = torch.randn(5, dtype=torch.complex64)
+    assert is_plain(complex_ones, complex_ones)
+    assert not is_plain(complex_ones, complex_ones.conj())
+    assert not is_plain(complex_ones.real, torch._neg_view(torch.randn(5)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert not is_plain(flat, plain)
