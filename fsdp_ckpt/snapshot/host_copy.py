@@ -81,14 +81,28 @@ class HostCopy:
         assert stream_copy is not None
         if start != self._next:  # what lies between came another way
             self._hasher = None
-        at, self._next = start, start + num_bytes
-        while at < self._next:
-            block, within = divmod(at, BLOCK_BYTES)
-            if within == 0:
-                self._hasher = xxhash.xxh3_64()
-            size = min(BLOCK_BYTES - within, self._next - at)
-            hasher = self._hasher
-            stream_copy(target, source, size, hasher and hasher.update)
-            at, target, source = at + size, target + size, source + size
-            if hasher and (within + size == BLOCK_BYTES or at == self._data_bytes):
-                self.digests[block] = hasher.hexdigest()
+        self._next = stop = start + num_bytes
+        first = min(-(-start // BLOCK_BYTES) * BLOCK_BYTES, stop)
+        last = max(stop // BLOCK_BYTES * BLOCK_BYTES, first)
+        self._copy_part(start, first, target, source)
+        target, source = target + first - start, source + first - start
+        new, copy, digests = xxhash.xxh3_64, stream_copy, self.digests
+        for at in range(first, last, BLOCK_BYTES):  # thousands of times a save
+            hasher = new()
+            copy(target, source, BLOCK_BYTES, hasher.update)
+            digests[at // BLOCK_BYTES] = hasher.hexdigest()
+            target += BLOCK_BYTES
+            source += BLOCK_BYTES
+        self._copy_part(last, stop, target, source)
+
+    def _copy_part(self, start: int, stop: int, target: int, source: int) -> None:
+        """Copy a part of one block."""
+        assert stream_copy is not None
+        if start == stop:
+            return
+        if start % BLOCK_BYTES == 0:
+            self._hasher = xxhash.xxh3_64()
+        hasher = self._hasher
+        stream_copy(target, source, stop - start, hasher and hasher.update)
+        if hasher and (stop % BLOCK_BYTES == 0 or stop == self._data_bytes):
+            self.digests[start // BLOCK_BYTES] = hasher.hexdigest()
