@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(wildcard fsdp_ckpt/*/*.c)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt -e '.[dev,hf,s3,deepspeed]'
 	touch $@
@@ -78,3 +78,4 @@ clean:
 	rm -rf $(VENV) $(PEERS) build dist demo-out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache
 	find fsdp_ckpt tests scripts -name __pycache__ -prune -exec rm -rf {} +
+	rm -f fsdp_ckpt/*/*.so

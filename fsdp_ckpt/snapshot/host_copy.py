@@ -53,9 +53,8 @@ class HostCopy:
     """
 
     def __init__(self, data_bytes: int, *, digesting: bool = False) -> None:
-        self.digests: dict[
-            int, str
-        ] = {}  # block → its digest, of those that came this way as a whole
+        # Block → its digest, of those that came this way as a whole.
+        self.digests: dict[int, str] = {}
         self._data_bytes = data_bytes
         self._is_digesting = digesting and stream_copy is not None
         self._hasher: Any = None  # of the block that is being copied, from its start
