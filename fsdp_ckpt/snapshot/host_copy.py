@@ -38,6 +38,7 @@ def is_plain(target: torch.Tensor, source: torch.Tensor) -> bool:
         source.is_contiguous()
         and source.device.type == "cpu"
         and source.dtype == target.dtype
+        and source.shape == target.shape
         and torch.get_num_threads() == 1
         and not source.is_conj()
         and not source.is_neg()
