@@ -131,16 +131,10 @@ class ShardImage:
     ) -> None:
         """Copy the tensors that are not in place, or ``only`` some of them.
 
-        See :func:`~fsdp_ckpt.snapshot.image.fill_image`.
+        See :func:`~fsdp_ckpt.snapshot.image.fill_image`. ``filled`` is told of the end too, once and last;
+        without it something is still to come.
         """
         layout = self.contents.layout
-
-        def report(num_bytes: int) -> None:
-            if num_bytes == self.num_bytes:  # the writer may look for them from now on
-                self._put_digests()
-            if filled is not None:
-                filled(num_bytes)
-
         rest = layout.entries[self.num_copied :]
         entries = rest if only is None else [e for e in rest if only(e)]
         fill_image(
@@ -149,10 +143,14 @@ class ShardImage:
             layout,
             self.contents.resolve,
             entries=entries,
-            filled=report,
+            filled=filled,
             host_copy=self.host_copy,
             streams=streams,
         )
+        if filled is not None:
+            # Once it is told, the header is the writer's, who looks for these and puts its own beside them.
+            self._put_digests()
+            filled(self.num_bytes)
 
     def _put_digests(self) -> None:
         """Put the digests that the copy has taken into the header; the writer takes the others."""

@@ -27,7 +27,6 @@ from fsdp_ckpt.plan.image import Entry, ImageLayout
 from fsdp_ckpt.saving.persisting import Persister
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
-from fsdp_ckpt.snapshot.host_copy import HostCopy
 from fsdp_ckpt.snapshot.image import SideStreams
 from fsdp_ckpt.storage.store import Store
 
@@ -152,8 +151,7 @@ class Stager:
         data_offset = self._last[0]
         try:
             buffer = self._pool.acquire(data_offset + layout.data_bytes)
-            host_copy = HostCopy(layout.data_bytes, digesting=True)
-            place.head_start = HeadStart(buffer, data_offset, layout, host_copy)
+            place.head_start = HeadStart(buffer, data_offset, layout)
             place.head_start.copy(resolve, is_over, SideStreams())
         except Exception as e:
             # The other ranks are on their way into the save: if it fails, it must fail in there.

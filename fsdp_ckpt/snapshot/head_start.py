@@ -28,16 +28,13 @@ class HeadStart:
         buffer: For the image; whoever has this object gives it back.
         data_offset: Where its data will start, in bytes, if its header is as long as that of the last one.
         layout: Of its data.
-        host_copy: Copies what is in host memory, now and later.
     """
 
-    def __init__(
-        self, buffer: HostBuffer, data_offset: int, layout: ImageLayout, host_copy: HostCopy
-    ) -> None:
+    def __init__(self, buffer: HostBuffer, data_offset: int, layout: ImageLayout) -> None:
         self.buffer = buffer
         self.data_offset = data_offset
         self.layout = layout
-        self.host_copy = host_copy
+        self.host_copy = HostCopy(layout.data_bytes, digesting=True)  # now and for the rest
         self.num_entries = 0  # copied
 
     def copy(

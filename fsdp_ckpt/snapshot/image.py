@@ -73,7 +73,7 @@ def fill_image(
         layout: Where each entry goes.
         resolve: Entry → live local tensor of the chunk's shape, on any device.
         entries: Those to copy, in the image's order; by default all. The others count as filled.
-        filled: Told now and then, and at the end, how many bytes of the image are filled.
+        filled: Told now and then how many bytes of the image are filled; of all of them by the caller.
         is_over: Asked before each entry whether to leave it and those after it.
         host_copy: Copies what is in host memory; by default without digests.
         streams: Where accelerators copy; by default after what this thread has queued.
@@ -89,7 +89,7 @@ def fill_image(
 
     def report(stop: int) -> None:
         nonlocal reported
-        if filled is not None and stop - reported >= stride:
+        if filled is not None and stop - reported >= stride and stop < num_bytes:
             streams.wait()
             filled(stop)
             reported = stop
@@ -104,8 +104,6 @@ def fill_image(
                 report(data_offset + start + stop)
             num_copied += 1
     streams.wait()
-    if filled is not None:
-        filled(num_bytes)
     return num_copied
 
 

@@ -11,8 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_ckpt.commit.receipt import Attempt
+from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.live import torch_dtype
+from fsdp_ckpt.dcp.shard_image import ShardImage
 from fsdp_ckpt.errors import CorruptCheckpointError, MismatchError
+from fsdp_ckpt.manifest.shard import DIGEST_HEX
 from fsdp_ckpt.plan.balance import assign_replicas
 from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize, stored_form
@@ -20,8 +24,14 @@ from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_range
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
-from fsdp_ckpt.snapshot.host_copy import HostCopy
-from fsdp_ckpt.snapshot.image import SideStreams, fill_image, view_bytes, view_entry
+from fsdp_ckpt.snapshot.image import (
+    STRIDE_BYTES,
+    SideStreams,
+    fill_image,
+    view_bytes,
+    view_entry,
+)
+from fsdp_ckpt.writer.job import NO_DIGEST
 
 ITEMSIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1,
@@ -330,7 +340,7 @@ def test_a_head_start_copies_the_first_entries() -> None:
     pool = ImagePool()
     buffer = pool.acquire(4096 + layout.data_bytes)
     buffer.memory[:] = b"x" * len(buffer)
-    early = HeadStart(buffer, 4096, layout, HostCopy(layout.data_bytes))
+    early = HeadStart(buffer, 4096, layout)
     asked = iter([False, False, True])
     early.copy(lambda entry: tensors[entry.name], lambda: next(asked), SideStreams())
     assert early.num_entries == 2
@@ -339,6 +349,30 @@ def test_a_head_start_copies_the_first_entries() -> None:
     assert early.fits(4096, layout)
     assert not early.fits(8192, layout)
     assert not early.fits(4096, ImageLayout.pack([("a", "F32", (5,), Box.whole((5,)))]))
+
+
+def test_nothing_is_put_into_an_image_that_is_said_to_be_filled() -> None:
+    """The writer may be putting its own digests there; it hears of the end once, and after that nothing."""
+    tensor = torch.zeros(2 * STRIDE_BYTES, dtype=torch.uint8)  # its last piece is worth a report
+    layout = ImageLayout.pack([("w", "U8", tuple(tensor.shape), Box.whole(tuple(tensor.shape)))])
+    contents = Contents(layout=layout, paths={"w": ("w",)}, resolve=lambda entry: tensor)
+    pool = ImagePool()
+    image = ShardImage.begin(contents, Attempt(id="a", step=1, world_size=1), 0, pool)
+    hole = slice(image.digests_at, image.digests_at + DIGEST_HEX * layout.num_blocks)
+    written = b"f" * (DIGEST_HEX * layout.num_blocks)
+    told: list[int] = []
+
+    def filled(num_bytes: int) -> None:
+        told.append(num_bytes)
+        if num_bytes == image.num_bytes:
+            assert image.buffer.memory[hole] == NO_DIGEST.encode() * layout.num_blocks
+            image.buffer.memory[hole] = written
+
+    image.fill(filled)
+    assert image.buffer.memory[hole] == written
+    assert told == [image.data_offset + STRIDE_BYTES, image.num_bytes]
+    pool.release(image.buffer)
+    pool.close()
 
 
 def test_views_share_the_images_memory() -> None:
