@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from bench_parts.clock import Clock, Spans, Times, combine, run_rounds, speed
 from bench_parts.dcp import DcpSaves
-from bench_parts.limits import PlainBuffer, align, drop_cached, share_of
+from bench_parts.limits import PlainBuffer, align, compact_memory, drop_cached, share_of
 from bench_parts.report import Goal, report
 from bench_parts.training import Training
 from torch.distributed.checkpoint import FileSystemReader
@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     times: Times = {}
     with tempfile.TemporaryDirectory(prefix="bench-load-", dir=args.folder) as root:
         for num_ranks in NUM_LOADED:
+            compact_memory()
             ranks = run_ranks(
                 measure,
                 num_ranks,

@@ -281,11 +281,12 @@ class Saver:
             return answer
 
         def begin_early(is_over: Callable[[], bool]) -> None:
-            # Lazy copies late what it can, and stops no one for it.
-            if mode != "lazy" and (expected := planner.expected_contents()) is not None:
+            if (expected := planner.expected_contents()) is not None:
                 self._stager.begin_early(place, expected.layout, expected.resolve, is_over)
 
-        decision = group.decide("collecting the state", look, combine, begin_early)
+        # Lazy copies late what it can, and stops no one for it.
+        meanwhile = begin_early if mode != "lazy" else None
+        decision = group.decide("collecting the state", look, combine, meanwhile)
         if decision["failed"] is not None:
             # One rank knows of it; the others will in a moment.
             failed = self._handles.get(decision["failed"])

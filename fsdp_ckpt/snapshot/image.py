@@ -22,9 +22,10 @@ __all__ = ["Filled", "SideStreams", "fill_image", "view_bytes", "view_entry"]
 Memory: TypeAlias = HostBuffer | mmap.mmap | memoryview
 Filled: TypeAlias = Callable[[int], None]
 
-# How often the writer hears of progress: at least each of these, at most so many times a save.
+# How often the writer hears of progress: soon of the first bytes, so that it can begin, then after twice as
+# many each time, up to a twelfth of the image. It has much to do by then, and each time it wakes its threads.
 STRIDE_BYTES = 16 * 1024 * 1024
-MAX_REPORTS = 64
+NUM_REPORTS = 12
 NUM_AHEAD = 64
 
 
@@ -82,13 +83,13 @@ def fill_image(
         How many entries were copied.
     """
     num_bytes = data_offset + layout.data_bytes
-    stride = max(STRIDE_BYTES, num_bytes // MAX_REPORTS)
     reported = num_copied = 0
     host_copy = host_copy or HostCopy(layout.data_bytes)
     streams = streams or SideStreams()
 
     def report(stop: int) -> None:
         nonlocal reported
+        stride = max(STRIDE_BYTES, min(reported, num_bytes // NUM_REPORTS))
         if filled is not None and stop - reported >= stride and stop < num_bytes:
             streams.wait()
             filled(stop)
@@ -100,7 +101,7 @@ def fill_image(
                 break
             start = part.entry.byte_offset
             report(data_offset + start)
-            for stop in part.copy(stride, host_copy, streams):
+            for stop in part.copy(STRIDE_BYTES, host_copy, streams):
                 report(data_offset + start + stop)
             num_copied += 1
     streams.wait()

@@ -23,7 +23,7 @@ WRITE_BYTES = 16 * 1024 * 1024
 # By one thread, which keeps up with the disk. Where training has all cores busy, each further one would take
 # as much of them again, at whatever priority.
 NUM_DIGESTERS = 1
-DIGEST_BYTES = 4 * 1024 * 1024  # at a time
+DIGEST_BYTES = 64 * 1024 * 1024  # at a time
 
 
 def digest(data: bytes | memoryview) -> str:

@@ -7,11 +7,12 @@ import mmap
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-__all__ = ["PlainBuffer", "align", "drop_cached", "share_of"]
+__all__ = ["PlainBuffer", "align", "compact_memory", "drop_cached", "share_of"]
 
 PIECE_BYTES = 16 * 1024 * 1024
 NUM_THREADS = 2
@@ -97,6 +98,15 @@ def share_of(files: Sequence[Path], rank: int, world_size: int) -> list[Part]:
             parts.append((path, start, stop))
         at += align(size)
     return parts
+
+
+def compact_memory() -> None:
+    """Have the kernel put free memory together, where it lets us.
+
+    A disk is slower with memory that lies in single pages, and what lies so goes to whoever asks first.
+    """
+    with suppress(OSError):  # not root, or /proc is read-only: then it is as it is
+        Path("/proc/sys/vm/compact_memory").write_text("1", encoding="ascii")
 
 
 def drop_cached(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize, stored_form
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_ranges, whole_blocks
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
+from fsdp_ckpt.snapshot import image
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import (
@@ -373,6 +375,22 @@ def test_nothing_is_put_into_an_image_that_is_said_to_be_filled() -> None:
     assert told == [image.data_offset + STRIDE_BYTES, image.num_bytes]
     pool.release(image.buffer)
     pool.close()
+
+
+def test_the_writer_hears_of_the_first_bytes_soon_and_of_the_others_seldom(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Twice as late each time, until a twelfth of the image lies between two reports."""
+    monkeypatch.setattr(image, "STRIDE_BYTES", 16)
+    tensor = torch.zeros(1200, dtype=torch.uint8)
+    layout = ImageLayout.pack([("w", "U8", (1200,), Box.whole((1200,)))])
+    memory = memoryview(bytearray(1200))
+    told: list[int] = []
+    fill_image(memory, 0, layout, lambda entry: tensor, filled=told.append)
+    assert told[:4] == [16, 32, 64, 128]
+    gaps = {b - a for a, b in pairwise(told[3:])}
+    assert gaps == {112}  # the first multiple of 16 that is no less than 100
+    assert 1200 - told[-1] <= 112
 
 
 def test_views_share_the_images_memory() -> None:
