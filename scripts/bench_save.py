@@ -41,6 +41,7 @@ from fsdp_ckpt.testing import over_tcp, run_ranks
 NUM_RANKS = 4
 # Undisturbed steps before a save in flight; and those between two optimizer steps, as micro-batches are.
 NUM_STEPS, NUM_MICRO_STEPS = 8, 16
+NUM_STEPS_BEFORE = 3  # any method
 GOALS = {
     "stall_over_memcpy": Goal(1.3, at_most=True),
     "stall_over_dcp_async": Goal(1 / 3, at_most=True),
@@ -86,6 +87,11 @@ class SaveBench:
         """End the managers."""
         for manager in self._managers.values():
             manager.close()
+
+    def train(self) -> None:
+        """Make some steps: a save comes after one, and neither after a pause nor after another copy."""
+        for _ in range(NUM_STEPS_BEFORE):
+            self._training.run_step(is_done=False)
 
     def memcpy(self) -> None:
         """Copy the live tensors into touched memory."""
@@ -198,11 +204,9 @@ def measure(
     kinds = [AsyncCheckpointerType.THREAD]
     if not quick:
         kinds.append(AsyncCheckpointerType.PROCESS)
-    # Both the memcpy and the save whose stall is compared with it come after a write of the disk: right after
-    # another copy either finds a part of the live state in the processor's cache.
     methods: list[Callable[[], None]] = [
-        bench.raw_write,
         bench.memcpy,
+        bench.raw_write,  # of what has just been copied, as a save does
         partial(bench.save, "sync"),
         partial(bench.save, "async"),
         bench.dcp_sync,
@@ -212,7 +216,7 @@ def measure(
     ]
     if not quick:
         methods.append(bench.dcp_while_training)
-    spans = run_rounds(bench.clock, methods, num_rounds)
+    spans = run_rounds(bench.clock, methods, num_rounds, before=bench.train)
     bench.close()
     return bench.num_bytes, spans, bench.step_s
 

@@ -37,15 +37,30 @@ class Clock:
             self.spans[name].append((start, time.perf_counter()))
 
 
-def run_rounds(clock: Clock, methods: Sequence[Callable[[], None]], num_rounds: int) -> Spans:
-    """Run all methods once to warm up, then round by round, each round from another one on."""
+def run_rounds(
+    clock: Clock,
+    methods: Sequence[Callable[[], None]],
+    num_rounds: int,
+    *,
+    before: Callable[[], None] = lambda: None,
+) -> Spans:
+    """Run all methods once to warm up, then round by round, each round from another one on.
+
+    Args:
+        clock: Has the spans.
+        methods: Each notes its own.
+        num_rounds: How many are measured.
+        before: Called before each method, so that all find the machine in the same state.
+    """
     clock.warming = True
     for method in methods:
+        before()
         method()
     clock.warming = False
     for number in range(num_rounds):
         first = number % len(methods)
         for method in [*methods[first:], *methods[:first]]:
+            before()
             method()
     return dict(clock.spans)
 
