@@ -41,7 +41,6 @@ from fsdp_ckpt.testing import over_tcp, run_ranks
 NUM_RANKS = 4
 # Undisturbed steps before a save in flight; and those between two optimizer steps, as micro-batches are.
 NUM_STEPS, NUM_MICRO_STEPS = 8, 16
-NUM_STEPS_BEFORE = 3  # any method
 GOALS = {
     "stall_over_memcpy": Goal(1.3, at_most=True),
     "stall_over_dcp_async": Goal(1 / 3, at_most=True),
@@ -88,10 +87,9 @@ class SaveBench:
         for manager in self._managers.values():
             manager.close()
 
-    def train(self) -> None:
-        """Make some steps: a save comes after one, and neither after a pause nor after another copy."""
-        for _ in range(NUM_STEPS_BEFORE):
-            self._training.run_step(is_done=False)
+    def make_step(self) -> None:
+        """Make a step: a save comes after one, and neither after a pause nor after another copy."""
+        self._training.run_step(is_done=False)
 
     def memcpy(self) -> None:
         """Copy the live tensors into touched memory."""
@@ -216,7 +214,7 @@ def measure(
     ]
     if not quick:
         methods.append(bench.dcp_while_training)
-    spans = run_rounds(bench.clock, methods, num_rounds, before=bench.train)
+    spans = run_rounds(bench.clock, methods, num_rounds, before=bench.make_step)
     bench.close()
     return bench.num_bytes, spans, bench.step_s
 
@@ -255,14 +253,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--gib", type=float, help="state over all ranks (default: 2; quick: 1)")
+    parser.add_argument("--gib", type=float, help="state over all ranks (default: 2; quick: 0.5)")
     parser.add_argument("--rounds", type=int, help="measured rounds (default: 5; quick: 3)")
     parser.add_argument("--quick", action="store_true", help="fewer methods and rounds: under 50 s")
     parser.add_argument("--writer", choices=("process", "thread"), default="process")
     parser.add_argument("--folder", help="on the disk to measure (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
-    state_bytes = int((args.gib or (1 if args.quick else 2)) * 2**30)
+    state_bytes = int((args.gib or (0.5 if args.quick else 2)) * 2**30)
     num_rounds = args.rounds or (3 if args.quick else 5)
     compact_memory()
     with tempfile.TemporaryDirectory(prefix="bench-save-", dir=args.folder) as root:
