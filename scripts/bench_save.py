@@ -204,7 +204,7 @@ def measure(
         kinds.append(AsyncCheckpointerType.PROCESS)
     methods: list[Callable[[], None]] = [
         bench.memcpy,
-        bench.raw_write,  # of what has just been copied, as a save does
+        bench.raw_write,
         partial(bench.save, "sync"),
         partial(bench.save, "async"),
         bench.dcp_sync,

@@ -23,7 +23,6 @@ from fsdp_ckpt.plan.box import Box, byte_span, overlap, relative_slices
 from fsdp_ckpt.plan.dtypes import itemsize, stored_form
 from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout, coalesce_ranges, whole_blocks
 from fsdp_ckpt.plan.layouts import Layout, ListedLayout, Mesh, MeshLayout, Placement
-from fsdp_ckpt.snapshot import image
 from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import (
@@ -381,7 +380,7 @@ def test_the_writer_hears_of_the_first_bytes_soon_and_of_the_others_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Twice as late each time, until a twelfth of the image lies between two reports."""
-    monkeypatch.setattr(image, "STRIDE_BYTES", 16)
+    monkeypatch.setattr("fsdp_ckpt.snapshot.image.STRIDE_BYTES", 16)
     tensor = torch.zeros(1200, dtype=torch.uint8)
     layout = ImageLayout.pack([("w", "U8", (1200,), Box.whole((1200,)))])
     memory = memoryview(bytearray(1200))
