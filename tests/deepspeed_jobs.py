@@ -110,6 +110,8 @@ class EngineJob:
         for name, value in config.items():
             options[name] = {**options.get(name, {}), **value} if isinstance(value, dict) else value
         optimizer = optimizer_of(net)
+        # DeepSpeed wants a CPU with instructions for it; torch computes in it on any.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
         self.engine = deepspeed.initialize(
             model=net,
             optimizer=optimizer,
