@@ -72,20 +72,13 @@ class SaveBench:
         self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
         self._buffer = PlainBuffer(self.num_bytes)
         self._dcp = DcpSaves(self._training.state_dict())
-        modes: tuple[SaveMode, ...] = ("sync", "async", "lazy")
-        self._managers = {
-            mode: CheckpointManager(
-                str(root / mode),
-                self._training.state,
-                options=SaveOptions(mode=mode, writer=writer),
-            )
-            for mode in modes
-        }
+        self._manager = CheckpointManager(
+            str(root / "ours"), self._training.state, options=SaveOptions(writer=writer)
+        )
 
     def close(self) -> None:
-        """End the managers."""
-        for manager in self._managers.values():
-            manager.close()
+        """End the manager."""
+        self._manager.close()
 
     def make_step(self) -> None:
         """Make a step: a save comes after one, and neither after a pause nor after another copy."""
@@ -106,7 +99,7 @@ class SaveBench:
 
     def save(self, mode: SaveMode) -> None:
         """Save, and wait until it is durable."""
-        with self._scratch(mode):
+        with self._scratch("ours"):
             start = self.clock.start()
             handle = self._save(mode)
             if mode != "sync":  # all of it is a stall
@@ -136,7 +129,7 @@ class SaveBench:
         No parameter has a gradient, so that step() itself does nothing: what it takes is the wait for a lazy
         copy. The copy has as many steps' forward and backward passes as lie between two optimizer steps.
         """
-        with self._scratch(mode):
+        with self._scratch("ours"):
             self._run_steps(f"step before {mode}", NUM_STEPS)
             start = self.clock.start()
             handle = self._save(mode)
@@ -165,7 +158,7 @@ class SaveBench:
 
     def _save(self, mode: SaveMode) -> SaveHandle:
         self._training.state.progress.advance(samples=1)
-        return self._managers[mode].save()
+        return self._manager.save(mode=mode)
 
     def _run_steps(self, name: str, num_steps: int | None, poll: Poll = lambda: False) -> bool:
         """Run steps, until ``poll`` says on every rank that it is enough; return whether it did."""

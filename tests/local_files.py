@@ -46,12 +46,12 @@ def round_trip(store: LocalStore) -> None:
     image = image_of(PAGE + 3 * BLOCK + 9)
     data = bytes(image[PAGE:])
     write_shard(
-        store,
-        "a/shard",
+        store.write("a/shard", len(image)),
         image,
         data_offset=PAGE,
         block_bytes=BLOCK,
         seal=lambda digests: ",".join(digests).encode().ljust(PAGE),
+        num_threads=store.concurrency,
     )
     buffer = image_of(len(data), 1)
     digests = store.read("a/shard")[:PAGE].decode().strip().split(",")

@@ -94,12 +94,12 @@ def _put_shard(store: Store, header: ShardHeader, data: bytes) -> FileRow:
     buffer = memoryview(bytearray(data_offset) + data)
     name = shard_name(header.attempt, header.rank, header.world_size)
     digest = write_shard(
-        store,
-        name,
+        store.write(name, len(buffer)),
         buffer,
         data_offset=data_offset,
         block_bytes=BLOCK_BYTES,
         seal=lambda digests: dataclasses.replace(header, digests=tuple(digests)).to_bytes(),
+        num_threads=1,
     )
     return FileRow(name=name, num_bytes=len(buffer), data_offset=data_offset, digest=digest)
 

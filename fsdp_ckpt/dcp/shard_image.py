@@ -13,14 +13,35 @@ from fsdp_ckpt.manifest.schema import FileRow, Manifest, shard_name
 from fsdp_ckpt.manifest.shard import DIGEST_HEX, ShardHeader
 from fsdp_ckpt.manifest.tree import Path
 from fsdp_ckpt.manifest.typed_json import Json
-from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry
+from fsdp_ckpt.plan.image import BLOCK_BYTES, Entry, ImageLayout
 from fsdp_ckpt.snapshot.buffer import HostBuffer, ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.host_copy import HostCopy
 from fsdp_ckpt.snapshot.image import Filled, SideStreams, fill_image
+from fsdp_ckpt.writer.handover import FileName
 from fsdp_ckpt.writer.job import NO_DIGEST, WriteJob
 
-__all__ = ["ShardImage"]
+__all__ = ["ShardImage", "write_job"]
+
+
+def write_job(
+    data_offset: int, layout: ImageLayout, num_threads: int | None, address: Mapping[str, Any]
+) -> WriteJob:
+    """Return what to ask of a writer, whatever the header and the file's name will be.
+
+    Args:
+        data_offset: Start of the data, in bytes.
+        layout: Of the data.
+        num_threads: Threads that write; ``None`` as many as suit the store.
+        address: Url and storage options, where another process writes.
+    """
+    return WriteJob(
+        num_bytes=data_offset + layout.data_bytes,
+        data_offset=data_offset,
+        block_bytes=BLOCK_BYTES,
+        num_threads=num_threads,
+        **address,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +92,8 @@ class ShardImage:
             rank: This rank.
             pool: Where the buffer comes from; the caller gives it back.
             manifest: On rank 0, the manifest so far, kept in the shard as a spare.
-            head_start: Entries that are copied already; its buffer is the image's where it fits, else the
-                pool's again.
+            head_start: Entries that are copied already; its buffer is the image's where it fits, else
+                given up.
             digesting: Whether training stands still while the image is filled, so that what is copied can be
                 digested on the way.
 
@@ -101,7 +122,7 @@ class ShardImage:
             host_copy = head_start.host_copy
         else:
             if head_start is not None:
-                pool.release(head_start.buffer)
+                head_start.give_up()
             buffer, num_copied = pool.acquire(num_bytes), 0
             host_copy = HostCopy(contents.layout.data_bytes, digesting=digesting)
         buffer.memory[: len(header)] = header
@@ -159,23 +180,9 @@ class ShardImage:
         hole = "".join(digests).encode()
         self.buffer.memory[self.digests_at : self.digests_at + len(hole)] = hole
 
-    def job(self, key: str, num_threads: int | None, address: Mapping[str, Any]) -> WriteJob:
-        """Return what to ask of a writer.
-
-        Args:
-            key: Of the file, in the store that ``address`` opens.
-            num_threads: Threads that write.
-            address: Url and storage options, where another process writes.
-        """
-        return WriteJob(
-            key=key,
-            num_bytes=self.num_bytes,
-            data_offset=self.data_offset,
-            block_bytes=BLOCK_BYTES,
-            digests_at=self.digests_at,
-            num_threads=num_threads,
-            **address,
-        )
+    def file_name(self, folder: str = "") -> FileName:
+        """Return what to tell a writer of the file, in a folder of the store."""
+        return FileName(f"{folder}/{self.name}" if folder else self.name, self.digests_at)
 
     def receipt(self, header_digest: str) -> ShardReceipt:
         """Return what to tell the coordinator once the file is durable."""

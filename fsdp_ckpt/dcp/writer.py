@@ -23,7 +23,7 @@ from fsdp_ckpt.dcp.contents import Contents
 from fsdp_ckpt.dcp.listed import contents_of_items, manifest_of_items
 from fsdp_ckpt.dcp.metadata import ShardedMetadata
 from fsdp_ckpt.dcp.save_planner import ShardSavePlanner
-from fsdp_ckpt.dcp.shard_image import ShardImage
+from fsdp_ckpt.dcp.shard_image import ShardImage, write_job
 from fsdp_ckpt.errors import StorageError
 from fsdp_ckpt.manifest.schema import Manifest
 from fsdp_ckpt.snapshot.buffer import ImagePool
@@ -96,8 +96,10 @@ class ShardedStorageWriter(StorageWriter):
         """
         image = ShardImage.begin(contents, attempt, rank, self._pool, manifest=manifest)
         try:
-            job = image.job(image.name, self._num_threads, {})
-            pending = self._writer.submit(job, image.view, image.buffer.fd, self.store)
+            job = write_job(image.data_offset, contents.layout, self._num_threads, {})
+            pending = self._writer.submit(
+                job, image.view, image.buffer.fd, self.store, image.file_name()
+            )
             try:
                 image.fill(pending.filled)
             except BaseException as e:

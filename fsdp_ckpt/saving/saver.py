@@ -141,6 +141,7 @@ class Saver:
         step, timeout_s = state.progress.step, self._group.timeout_s
         with self._stager.take_image(self._options.on_busy, timeout_s) as place:
             trace.has_place()
+            self._stager.open_early(place, mode)
             try:
                 attempt = self._decide(state, mode, place, replaces)
                 if attempt is None:

@@ -19,8 +19,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_ckpt.dcp.shard_image import ShardImage
-from fsdp_ckpt.errors import describe
+from fsdp_ckpt.dcp.shard_image import ShardImage, write_job
+from fsdp_ckpt.errors import StorageError, describe
 from fsdp_ckpt.manifest.typed_json import Json
 from fsdp_ckpt.options import OnBusy, SaveMode, SaveOptions
 from fsdp_ckpt.plan.image import Entry, ImageLayout
@@ -29,15 +29,11 @@ from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.image import SideStreams
 from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.writer import PendingWrite, ShardWriter, WriteJob
 
 __all__ = ["ImagePlace", "Snapshot", "Stager"]
 
 logger = logging.getLogger("fsdp_ckpt")
-
-# Share of the image that is filled before the first of it is written. Writing takes processor and memory from
-# the copy. That is no loss where training waits for the commit, a small one where it waits for the copy; and
-# where it goes on beside the copy, the sooner that is over the fewer steps are slower for it.
-FIRST_WRITTEN: Mapping[SaveMode, float] = {"sync": 0.0, "async": 0.3, "lazy": 1.0}
 
 
 class ImagePlace:
@@ -47,6 +43,7 @@ class ImagePlace:
         self.is_free = is_free
         self.is_used = False
         self.head_start: HeadStart | None = None
+        self.pending: PendingWrite | None = None  # of what the head start copies
         self._places = places
         # The copy and the write, whichever ends last.
         self._open_ends = 2
@@ -127,9 +124,26 @@ class Stager:
             yield place
         finally:
             if is_free and not place.is_used:
-                if place.head_start is not None:
-                    self._pool.release(place.head_start.buffer)
+                self._give_up_early(place)
                 self._places.release()
+
+    def open_early(self, place: ImagePlace, mode: SaveMode) -> None:
+        """Have a writer begin a file, for an image that lies as the last one does.
+
+        Args:
+            place: For the image.
+            mode: A ``lazy`` save has nothing to write before the ranks have agreed.
+        """
+        if not place.is_free or self._last is None or mode == "lazy":
+            return
+        data_offset, layout = self._last
+        with _met_again("opening a file"):
+            place.head_start = HeadStart(self._pool, data_offset, layout)
+            job, buffer = self._job(data_offset, layout), place.head_start.buffer
+            view = memoryview(buffer.memory)[: job.num_bytes]
+            place.pending = self._writer(mode).submit(job, view, buffer.fd, self._root)
+        if place.pending is None:
+            self._give_up_early(place)
 
     def begin_early(
         self,
@@ -146,16 +160,28 @@ class Stager:
             resolve: Entry → live local tensor.
             is_over: Whether the ranks have agreed.
         """
-        if not place.is_free or self._last is None or self._last[1] is not layout:
-            return
-        data_offset = self._last[0]
-        try:
-            buffer = self._pool.acquire(data_offset + layout.data_bytes)
-            place.head_start = HeadStart(buffer, data_offset, layout)
-            place.head_start.copy(resolve, is_over, SideStreams())
-        except Exception as e:
-            # The other ranks are on their way into the save: if it fails, it must fail in there.
-            logger.warning("copying before the ranks have agreed: %s", describe(e))
+        head_start, pending = place.head_start, place.pending
+        if head_start is not None and pending is not None and head_start.layout is layout:
+            with _met_again("copying"):
+                head_start.copy(resolve, is_over, SideStreams(), pending.filled)
+
+    def _give_up_early(self, place: ImagePlace) -> None:
+        """Let go of the file and of the buffer; what is still written from it is lost with the file."""
+        head_start, place.head_start = place.head_start, None
+        pending, place.pending = place.pending, None
+        if pending is not None:
+            pending.fail(StorageError("it was begun before the ranks had agreed, and they did not"))
+        if head_start is not None:
+            head_start.give_up()
+
+    def _job(self, data_offset: int, layout: ImageLayout) -> WriteJob:
+        return write_job(data_offset, layout, self._num_threads, self._address or {})
+
+    def _writer(self, mode: SaveMode) -> ShardWriter:
+        is_apart = (
+            self._options.writer == "process" and self._address is not None and mode != "sync"
+        )
+        return self._persister.writer(in_process=is_apart)
 
     def stage(
         self,
@@ -179,12 +205,10 @@ class Stager:
         """
         place.is_used = True
         staged = threading.Event()
-        head_start, place.head_start = place.head_start, None
         try:
-            image = begin(self._pool, head_start)
+            image = begin(self._pool, place.head_start)
         except BaseException as e:
-            if head_start is not None:
-                self._pool.release(head_start.buffer)
+            self._give_up_early(place)
             place.end(2, forget)
             if not isinstance(e, Exception):
                 raise
@@ -200,14 +224,9 @@ class Stager:
         def note_written() -> None:
             written.append(image.name)
 
-        is_apart = (
-            self._options.writer == "process" and self._address is not None and mode != "sync"
-        )
-        writer = self._persister.writer(in_process=is_apart)
-        job = image.job(f"{folder}/{image.name}", self._num_threads, self._address or {})
         try:
             streams = SideStreams()
-            pending = writer.submit(job, image.view, image.buffer.fd, self._root)
+            pending = self._write(place, image, folder, mode)
         except BaseException as e:
             forget()
             place.end(2, release)
@@ -216,10 +235,9 @@ class Stager:
             return _failed(e)
         write = _followed(pending.future, note_written, lambda: place.end(1, release))
 
-        first_written = int(image.num_bytes * FIRST_WRITTEN[mode])
-
         def report(num_bytes: int) -> None:
-            if num_bytes >= first_written:
+            # Beside training's steps, the sooner the copy is over the fewer of them are slower for it.
+            if mode != "lazy" or num_bytes == image.num_bytes:
                 pending.filled(num_bytes)
 
         def copy(only: Callable[[Entry], bool] | None, *, is_last: bool = True) -> None:
@@ -245,6 +263,20 @@ class Stager:
             copy(None)
         return Snapshot(write, lambda digest: image.receipt(digest).to_json(), staged)
 
+    def _write(
+        self, place: ImagePlace, image: ShardImage, folder: str, mode: SaveMode
+    ) -> PendingWrite:
+        """Have the image written; into the file that was begun early, where it is what that is of."""
+        name = image.file_name(folder)
+        head_start, pending = place.head_start, place.pending
+        if pending is not None and head_start is not None and not head_start.is_given_up:
+            place.head_start = place.pending = None
+            pending.name(name)
+            return pending
+        self._give_up_early(place)
+        job = self._job(image.data_offset, image.contents.layout)
+        return self._writer(mode).submit(job, image.view, image.buffer.fd, self._root, name)
+
     def _hold_steps(self) -> None:
         """Make every optimizer's ``step`` wait for the copy; the user need not."""
         if self._hook is None:
@@ -266,6 +298,15 @@ class Stager:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+@contextmanager
+def _met_again(what: str) -> Iterator[None]:
+    """Pass over a failure: the other ranks are on their way into the save, which has to fail in there."""
+    try:
+        yield
+    except Exception as e:
+        logger.warning("%s before the ranks have agreed: %s", what, describe(e))
 
 
 def _followed(

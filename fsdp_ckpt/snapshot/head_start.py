@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 from fsdp_ckpt.plan.image import Entry, ImageLayout
-from fsdp_ckpt.snapshot.buffer import HostBuffer
+from fsdp_ckpt.snapshot.buffer import ImagePool
 from fsdp_ckpt.snapshot.host_copy import HostCopy
-from fsdp_ckpt.snapshot.image import SideStreams, fill_image
+from fsdp_ckpt.snapshot.image import Filled, SideStreams, fill_image
 
 __all__ = ["HeadStart"]
 
@@ -25,13 +25,15 @@ class HeadStart:
     """The first entries of an image that may be asked for.
 
     Args:
-        buffer: For the image; whoever has this object gives it back.
+        pool: Where the buffer for the image comes from.
         data_offset: Where its data will start, in bytes, if its header is as long as that of the last one.
         layout: Of its data.
     """
 
-    def __init__(self, buffer: HostBuffer, data_offset: int, layout: ImageLayout) -> None:
-        self.buffer = buffer
+    def __init__(self, pool: ImagePool, data_offset: int, layout: ImageLayout) -> None:
+        self.buffer = pool.acquire(data_offset + layout.data_bytes)
+        self._pool = pool
+        self.is_given_up = False
         self.data_offset = data_offset
         self.layout = layout
         self.host_copy = HostCopy(layout.data_bytes, digesting=True)  # now and for the rest
@@ -42,6 +44,7 @@ class HeadStart:
         resolve: Callable[[Entry], torch.Tensor],
         is_over: Callable[[], bool],
         streams: SideStreams,
+        filled: Filled | None = None,
     ) -> None:
         """Copy entries in their order for as long as it is not over.
 
@@ -49,16 +52,24 @@ class HeadStart:
             resolve: Entry → live local tensor.
             is_over: Asked before each entry.
             streams: Where accelerators copy.
+            filled: Told now and then how many bytes of the image are filled; those of the header count.
         """
         self.num_entries = fill_image(
             self.buffer,
             self.data_offset,
             self.layout,
             resolve,
+            filled=filled,
             is_over=is_over,
             host_copy=self.host_copy,
             streams=streams,
         )
+
+    def give_up(self) -> None:
+        """Give the buffer back, whose bytes are of no use; once more is fine."""
+        if not self.is_given_up:
+            self.is_given_up = True
+            self._pool.release(self.buffer)
 
     def fits(self, data_offset: int, layout: ImageLayout) -> bool:
         """Whether an image has its data where this has put it."""

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from fsdp_ckpt.errors import (
@@ -22,7 +22,7 @@ from fsdp_ckpt.errors import (
 )
 from fsdp_ckpt.storage.direct import DirectFile
 from fsdp_ckpt.storage.durable import fsync_dir, link_exclusively, make_dirs, write_durably
-from fsdp_ckpt.storage.store import refuse_larger
+from fsdp_ckpt.storage.store import NameRefusedError, refuse_larger
 
 __all__ = ["LocalStore"]
 
@@ -80,6 +80,15 @@ class LocalStore:
         """Start a new file, under its final name: no one reads its folder before it is whole."""
         with mapped_os_errors(self._path(key)):
             return LocalWriter(self._new_path(key), num_bytes, direct=self._direct)
+
+    def write_unnamed(self, num_bytes: int) -> UnnamedLocalWriter | None:
+        """Start a new file that has no name yet: it is gone with the process that writes it."""
+        try:
+            return UnnamedLocalWriter(self.url, num_bytes, self._new_path, direct=self._direct)
+        except OSError:
+            # The root is not there yet, or its file system has no such files. Anything else will be met, and
+            # told, under the file's name.
+            return None
 
     def create(self, key: str, data: bytes) -> None:
         """Write a whole file under a temporary name, then link it: ``link`` fails where the name exists."""
@@ -180,15 +189,23 @@ class LocalWriter:
 
     def __init__(self, path: str, num_bytes: int, *, direct: bool | None = None) -> None:
         self._path = path
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._file = DirectFile(fd)
+        self._fd = self._open()
+        self._file = DirectFile(self._fd)
         try:
-            _preallocate(fd, num_bytes)
+            _preallocate(self._fd, num_bytes)
             if _goes_direct(direct, num_bytes):
-                self._file.try_direct(path, os.O_WRONLY)
+                self._file.try_direct(self._reopened, os.O_WRONLY)
         except BaseException:
             self.abort()
             raise
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    @property
+    def _reopened(self) -> str:
+        """The path by which the file can be opened once more."""
+        return self._path
 
     def write_at(self, byte_offset: int, data: memoryview) -> None:
         """Write all of ``data``."""
@@ -217,6 +234,56 @@ class LocalWriter:
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(self._path)
+
+
+class UnnamedLocalWriter(LocalWriter):
+    """One new file that gets its name while it is being written.
+
+    Args:
+        folder: On the file system where the file belongs.
+        num_bytes: Its size.
+        new_path: Key → path of a new file, whose folder exists.
+        direct: As in :class:`LocalStore`.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        num_bytes: int,
+        new_path: Callable[[str], str],
+        *,
+        direct: bool | None = None,
+    ) -> None:
+        self._new_path = new_path
+        self._is_named = False
+        super().__init__(folder, num_bytes, direct=direct)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o666)
+
+    @property
+    def _reopened(self) -> str:
+        return f"/proc/self/fd/{self._fd}"
+
+    def name(self, key: str) -> None:
+        """Link the file to its path."""
+        path = self._new_path(key)
+        with mapped_os_errors(path):
+            try:
+                # Given a folder's descriptor Python calls linkat, which alone follows that symbolic link.
+                os.link(self._reopened, path, src_dir_fd=self._fd, follow_symlinks=True)
+            except FileExistsError:
+                raise
+            except OSError as e:
+                raise NameRefusedError(f"{path}: {e.strerror or e}", key=path) from e
+        self._path, self._is_named = path, True
+
+    def abort(self) -> None:
+        """Let go of the file; remove it where it has a name."""
+        if self._is_named:
+            super().abort()
+        else:
+            self._file.close()
 
 
 def _goes_direct(direct: bool | None, num_bytes: int) -> bool:

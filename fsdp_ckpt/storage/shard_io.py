@@ -33,8 +33,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def write_shard(
-    store: Store,
-    key: str,
+    writer: ObjectWriter,
     image: memoryview,
     *,
     data_offset: int,
@@ -42,13 +41,13 @@ def write_shard(
     seal: Callable[[Sequence[str]], bytes],
     known: Callable[[int], str | None] = lambda block: None,
     wait_filled: Callable[[int], None] | None = None,
-    num_threads: int | None = None,
+    beside: Iterable[Callable[[], None]] = (),
+    num_threads: int,
 ) -> str:
     """Write one shard file; it is durable when this returns, and absent when this raises.
 
     Args:
-        store: Where to.
-        key: New object's key.
+        writer: Of the new object, of the image's size.
         image: The whole file; its header region is filled in here.
         data_offset: Start of the data in the image, in bytes.
         block_bytes: Bytes per digest.
@@ -56,15 +55,15 @@ def write_shard(
         known: Number of a block → its digest, where whoever filled the image has taken it; asked when all of
             it is there.
         wait_filled: Waits until the image holds so many bytes; by default it is whole already.
-        num_threads: Threads that write; by default as many as suit the store.
+        beside: What else must have been done before the header is made.
+        num_threads: Threads that write.
 
     Returns:
         Digest of the header region.
 
     Raises:
-        StorageError: The store failed, on whichever thread; nothing stays under the key.
+        StorageError: The store failed, on whichever thread; nothing stays.
     """
-    writer = store.write(key, len(image))
     try:
         data = image[data_offset:]
         digests = [""] * -(-len(data) // block_bytes)
@@ -83,13 +82,12 @@ def write_shard(
                 wait_filled(stop)
             writer.write_at(start, image[start:stop])
 
-        threads = num_threads or store.concurrency
         early = [] if writer.ordered else [span for span in body if span[0] >= head]
         step = max(DIGEST_BYTES // block_bytes, 1) * block_bytes
         starts = range(0, len(data), step)
         digesting = (partial(compute, at, min(at + step, len(data))) for at in starts)
-        with running(digesting, NUM_DIGESTERS):
-            run_all((partial(put, *span) for span in early), threads)
+        with running(beside, 1), running(digesting, NUM_DIGESTERS):
+            run_all((partial(put, *span) for span in early), num_threads)
         header = seal(digests)
         if len(header) != data_offset:
             raise AssertionError(f"header of {len(header)} bytes in a region of {data_offset}")

@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol, runtime_checkable
 
-from fsdp_ckpt.errors import CorruptCheckpointError
+from fsdp_ckpt.errors import CorruptCheckpointError, StorageError
 
-__all__ = ["BulkLister", "ObjectWriter", "Store", "refuse_larger"]
+__all__ = [
+    "BulkLister",
+    "LateNaming",
+    "NameRefusedError",
+    "ObjectWriter",
+    "Store",
+    "UnnamedWriter",
+    "refuse_larger",
+]
+
+
+class NameRefusedError(StorageError):
+    """What was written without a name cannot get one; it can still be written anew under it."""
 
 
 class ObjectWriter(Protocol):
@@ -42,6 +54,18 @@ class ObjectWriter(Protocol):
 
     def abort(self) -> None:
         """Drop what was written: no object stays under the key."""
+        ...
+
+
+class UnnamedWriter(ObjectWriter, Protocol):
+    """One new object that no one can see until it is named; ``commit`` comes after that."""
+
+    def name(self, key: str) -> None:
+        """Put the object under its key, which must not exist; once, from any thread.
+
+        Raises:
+            NameRefusedError: The store cannot.
+        """
         ...
 
 
@@ -106,6 +130,15 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove one object; an absent key is not an error."""
+        ...
+
+
+@runtime_checkable
+class LateNaming(Protocol):
+    """A store that takes a new object's bytes before its key is known."""
+
+    def write_unnamed(self, num_bytes: int) -> UnnamedWriter | None:
+        """Start a new object of ``num_bytes``; ``None`` where it has to be written under its key."""
         ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from fsdp_ckpt.storage.store import ObjectWriter, Store
+from fsdp_ckpt.storage.store import LateNaming, ObjectWriter, Store, UnnamedWriter
 from fsdp_ckpt.testing.faults import FaultPlan, Operation, Verb
 
 __all__ = ["FaultStore"]
@@ -63,6 +63,14 @@ class FaultStore:
         """Start a new object."""
         writer = self._run("write", key, lambda: self._store.write(key, num_bytes))
         return FaultWriter(writer, self._plan, f"{self._prefix}{key}")
+
+    def write_unnamed(self, num_bytes: int) -> UnnamedFaultWriter | None:
+        """Start a new object without a key, if the wrapped store can; its operations have none until then."""
+        store = self._store
+        if not isinstance(store, LateNaming):
+            return None
+        writer = self._run("write", "", lambda: store.write_unnamed(num_bytes))
+        return None if writer is None else UnnamedFaultWriter(writer, self._plan, self._prefix)
 
     def create(self, key: str, data: bytes) -> None:
         """Write a small object if the key does not exist."""
@@ -136,3 +144,17 @@ class FaultWriter:
     def abort(self) -> None:
         """Drop what was written."""
         self._run("abort", self._writer.abort)
+
+
+class UnnamedFaultWriter(FaultWriter):
+    """One new object that is named later, with faults; made by :meth:`FaultStore.write_unnamed`."""
+
+    def __init__(self, writer: UnnamedWriter, plan: FaultPlan, prefix: str) -> None:
+        super().__init__(writer, plan, prefix.rstrip("/"))
+        self._unnamed = writer
+        self._prefix = prefix
+
+    def name(self, key: str) -> None:
+        """Put the object under its key."""
+        self._key = f"{self._prefix}{key}"
+        self._run("name", lambda: self._unnamed.name(key))

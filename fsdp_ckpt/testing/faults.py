@@ -35,10 +35,10 @@ __all__ = [
 T = TypeVar("T")
 
 Kind = Literal["fail", "tear", "lose_answer", "delay", "crash", "crash_halfway", "crash_after"]
-MutatingVerb = Literal["write", "write_at", "flush", "commit", "abort", "create", "delete"]
+MutatingVerb = Literal["write", "write_at", "name", "flush", "commit", "abort", "create", "delete"]
 ReadingVerb = Literal["read", "read_into", "size", "list_folders", "list_files"]
 Verb = Literal[MutatingVerb, ReadingVerb]
-# What changes a store; "write" opens a new object.
+# What changes a store; "write" opens a new object, without a key where "name" gives it one.
 MUTATING: tuple[Verb, ...] = get_args(MutatingVerb)
 HALVED = ("tear", "crash_halfway")
 
@@ -62,7 +62,8 @@ class Operation:
 
     Args:
         verb: The method; ``write`` opens an object, ``write_at`` puts bytes into it.
-        key: Relative to the root of the outermost fault store; empty for its own listing.
+        key: Relative to the root of the outermost fault store; empty for its own listing, and for what is
+            done to an object that has no name yet.
     """
 
     verb: Verb

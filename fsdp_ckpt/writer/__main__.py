@@ -2,7 +2,8 @@
 
     python -m fsdp_ckpt.writer FD        started by fsdp_ckpt.writer.process
 
-Messages in: ``write`` (id, job; with the image's descriptor), ``filled`` (id, bytes), ``fail`` (id, error).
+Messages in: ``write`` (id, job, name or null; with the image's descriptor), ``name`` (id, name),
+``filled`` (id, bytes), ``fail`` (id, error).
 Messages out: ``done`` (id, digest), ``failed`` (id, error).
 
 When the trainer is gone the socket ends: images that are filled are persisted, the others given up.
@@ -22,13 +23,13 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from fsdp_ckpt.errors import StorageError, error_to_json
-from fsdp_ckpt.storage.watermark import Watermark
 from fsdp_ckpt.writer.channel import Channel
+from fsdp_ckpt.writer.handover import FileName, Handover
 from fsdp_ckpt.writer.job import WriteJob, run_job
 
 __all__ = ["main"]
 
-Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Watermark] | None]"
+Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Handover] | None]"
 
 MAX_QUEUED = 1000
 MAX_MAPPED = 2
@@ -46,13 +47,13 @@ def main(arguments: list[str]) -> int:
     jobs: Jobs = queue.SimpleQueue()
     worker = threading.Thread(target=_work, args=(channel, jobs), name="fsdp_ckpt-jobs")
     worker.start()
-    marks: dict[int, Watermark] = {}
+    handovers: dict[int, Handover] = {}
     try:
         while received := channel.receive():
-            _take(*received, channel, jobs, marks)
+            _take(*received, channel, jobs, handovers)
     finally:
-        for mark in marks.values():  # those that are filled do not care
-            mark.fail(StorageError("the training process is gone"))
+        for handover in handovers.values():  # those that are filled do not care
+            handover.fail(StorageError("the training process is gone"))
         jobs.put(None)
         worker.join()
     return 0
@@ -63,7 +64,7 @@ def _take(
     fd: int | None,
     channel: Channel,
     jobs: Jobs,
-    marks: dict[int, Watermark],
+    handovers: dict[int, Handover],
 ) -> None:
     """Act on one message."""
     number, kind = message["id"], message["kind"]
@@ -71,25 +72,28 @@ def _take(
         error = StorageError("the image's descriptor did not arrive; too many open files?")
         channel.send({"kind": "failed", "id": number, "error": error_to_json(error)})
     elif kind == "write" and fd is not None:
-        marks[number] = Watermark()
-        jobs.put((number, WriteJob(**message["job"]), fd, marks[number]))
+        name = message["name"]
+        handovers[number] = Handover(None if name is None else FileName(*name))
+        jobs.put((number, WriteJob(**message["job"]), fd, handovers[number]))
         # Jobs are done in order: what is not among the newest has ended.
-        marks.pop(number - MAX_QUEUED, None)
-    elif number not in marks:
+        handovers.pop(number - MAX_QUEUED, None)
+    elif number not in handovers:
         return  # of a job that was not taken; who sent it knows
     elif kind == "filled":
-        marks[number].advance(message["bytes"])
+        handovers[number].filled(message["bytes"])
+    elif kind == "name":
+        handovers[number].name(FileName(*message["name"]))
     else:
-        marks[number].fail(StorageError(message["error"]))
+        handovers[number].fail(StorageError(message["error"]))
 
 
 def _work(channel: Channel, jobs: Jobs) -> None:
     images = _Images()
     while item := jobs.get():
-        number, job, fd, mark = item
+        number, job, fd, handover = item
         try:
             image = images.view(fd)[: job.num_bytes]
-            digest = run_job(job, image, job.open_store(), mark.wait_for)
+            digest = run_job(job, image, job.open_store(), handover)
             answer = {"kind": "done", "id": number, "digest": digest}
         except Exception as e:  # whatever it is, the trainer must hear of it
             answer = {"kind": "failed", "id": number, "error": error_to_json(e)}

@@ -1,13 +1,17 @@
 """What a writer is asked to do, and how it does it.
 
     trainer                                       writer (a thread, or a process)
-    header with a hole in image[:data_offset]
-    submit(job, image) ─────────────────────────> opens the store, waits for bytes
+    submit(job, image) ─────────────────────────> opens the store, begins a file, waits for bytes
     copies tensors, filled(n), filled(n) ... ───> writes what is filled
+    header with a hole in image[:data_offset]
+    name(key) ──────────────────────────────────> puts the file under its key
+    goes on copying, filled(n) ... ─────────────> goes on writing
     the digests that it has into the hole
     filled(all) ────────────────────────────────> takes the other digests, writes the rest
                                                   all digests into the hole, header last, durable
     result() <─────────────────────────────────── digest of the header
+
+A store that takes no bytes without a key is opened early, and written to once the name is known.
 
 Invariant: when ``result`` returns, the file is durable; when it raises, no file is there.
 """
@@ -18,13 +22,15 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.storage.open import open_store
 from fsdp_ckpt.storage.shard_io import write_shard
-from fsdp_ckpt.storage.store import Store
+from fsdp_ckpt.storage.store import LateNaming, NameRefusedError, ObjectWriter, Store
+from fsdp_ckpt.writer.handover import FileName, Handover
 
 __all__ = ["NO_DIGEST", "PendingWrite", "ShardWriter", "WriteJob", "run_job", "store_address"]
 
@@ -37,22 +43,17 @@ class WriteJob:
     """One shard file to be made from an image.
 
     Args:
-        key: Of the new object, in the store.
         num_bytes: Size of the file.
         data_offset: Start of the data, in bytes; before it lies the header.
         block_bytes: Bytes per digest.
-        digests_at: Where in the header the digests go, in bytes; once all is filled, those that are known or
-            ``NO_DIGEST`` stand there.
         num_threads: Threads that write; ``None`` as many as suit the store.
         url: Of the store, for a writer in another process.
         storage_options: Likewise.
     """
 
-    key: str
     num_bytes: int
     data_offset: int
     block_bytes: int
-    digests_at: int
     num_threads: int | None = None
     url: str = ""
     storage_options: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +75,10 @@ class PendingWrite(Protocol):
         """Resolves to the digest of the header once the file is durable, or to what went wrong."""
         ...
 
+    def name(self, name: FileName) -> None:
+        """Say what the file is called, where that was not known at first; the header is in place."""
+        ...
+
     def filled(self, num_bytes: int) -> None:
         """Say that the first ``num_bytes`` of the image are there."""
         ...
@@ -86,7 +91,14 @@ class PendingWrite(Protocol):
 class ShardWriter(Protocol):
     """Persists images, one after the other."""
 
-    def submit(self, job: WriteJob, image: memoryview, fd: int, store: Store) -> PendingWrite:
+    def submit(
+        self,
+        job: WriteJob,
+        image: memoryview,
+        fd: int,
+        store: Store,
+        name: FileName | None = None,
+    ) -> PendingWrite:
         """Start writing ``image``, which must stay as it is until the future resolves.
 
         Args:
@@ -94,6 +106,7 @@ class ShardWriter(Protocol):
             image: The file's bytes.
             fd: Descriptor of the memory that ``image`` is the start of.
             store: Where to.
+            name: Of the file, where it is known; its header is in place then.
         """
         ...
 
@@ -102,9 +115,7 @@ class ShardWriter(Protocol):
         ...
 
 
-def run_job(
-    job: WriteJob, image: memoryview, store: Store, wait_filled: Callable[[int], None] | None
-) -> str:
+def run_job(job: WriteJob, image: memoryview, store: Store, handover: Handover) -> str:
     """Write the file; return the digest of its header.
 
     Raises:
@@ -112,27 +123,36 @@ def run_job(
     """
 
     def known(block: int) -> str | None:
-        at = job.digests_at + block * len(NO_DIGEST)
+        at = handover.wait_named().digests_at + block * len(NO_DIGEST)
         found = bytes(image[at : at + len(NO_DIGEST)]).decode()
         return None if found == NO_DIGEST else found
 
     def seal(digests: Sequence[str]) -> bytes:
         header = bytearray(image[: job.data_offset])
         filling = "".join(digests).encode()
-        header[job.digests_at : job.digests_at + len(filling)] = filling
+        at = handover.wait_named().digests_at
+        header[at : at + len(filling)] = filling
         return bytes(header)
 
-    return write_shard(
-        store,
-        job.key,
-        image,
-        data_offset=job.data_offset,
-        block_bytes=job.block_bytes,
-        known=known,
-        seal=seal,
-        wait_filled=wait_filled,
-        num_threads=job.num_threads,
-    )
+    def write(writer: ObjectWriter, *beside: Callable[[], None]) -> str:
+        return write_shard(
+            writer,
+            image,
+            data_offset=job.data_offset,
+            block_bytes=job.block_bytes,
+            known=known,
+            seal=seal,
+            wait_filled=handover.wait_filled,
+            beside=beside,
+            num_threads=job.num_threads or store.concurrency,
+        )
+
+    if not handover.is_named and isinstance(store, LateNaming):
+        unnamed = store.write_unnamed(job.num_bytes)
+        if unnamed is not None:
+            with suppress(NameRefusedError):
+                return write(unnamed, lambda: unnamed.name(handover.wait_named().key))
+    return write(store.write(handover.wait_named().key, job.num_bytes))
 
 
 def store_address(

@@ -17,10 +17,12 @@ import threading
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
+from typing import Any
 
 from fsdp_ckpt.errors import ClosedError, StorageError, describe, error_from_json
 from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.writer.channel import Channel
+from fsdp_ckpt.writer.handover import FileName
 from fsdp_ckpt.writer.job import WriteJob
 
 __all__ = ["ProcessWriter"]
@@ -40,19 +42,21 @@ class _PendingWrite:
         self._number = number
         self._connection = connection
 
+    def name(self, name: FileName) -> None:
+        """Pass it on."""
+        self._send("name", name=name)
+
     def filled(self, num_bytes: int) -> None:
-        """Pass it on; a writer that is gone has failed the future already."""
-        with suppress(OSError):
-            self._connection.channel.send(
-                {"kind": "filled", "id": self._number, "bytes": num_bytes}
-            )
+        """Pass it on."""
+        self._send("filled", bytes=num_bytes)
 
     def fail(self, error: BaseException) -> None:
         """Pass it on."""
-        with suppress(OSError):
-            self._connection.channel.send(
-                {"kind": "fail", "id": self._number, "error": describe(error)}
-            )
+        self._send("fail", error=describe(error))
+
+    def _send(self, kind: str, **content: Any) -> None:
+        with suppress(OSError):  # a writer that is gone has failed the future already
+            self._connection.channel.send({"kind": kind, "id": self._number, **content})
 
 
 class _Connection:
@@ -85,13 +89,14 @@ class _Connection:
         """Whether writes may be sent."""
         return not self._gone and self.process.poll() is None
 
-    def send(self, number: int, job: WriteJob, fd: int) -> _PendingWrite:
+    def send(self, number: int, job: WriteJob, fd: int, name: FileName | None) -> _PendingWrite:
         """Send a job."""
+        message = {"kind": "write", "id": number, "job": job.to_json(), "name": name}
         pending = _PendingWrite(number, self)
         with self._lock:
             self.pending[number] = pending
         try:
-            self.channel.send({"kind": "write", "id": number, "job": job.to_json()}, fd)
+            self.channel.send(message, fd)
         except OSError as e:
             self._resolve(number, StorageError(f"the writer process takes no work: {describe(e)}"))
         return pending
@@ -155,13 +160,20 @@ class ProcessWriter:
         """The writer's process id, ``None`` before the first write."""
         return self._connection.process.pid if self._connection else None
 
-    def submit(self, job: WriteJob, image: memoryview, fd: int, store: Store) -> _PendingWrite:
+    def submit(
+        self,
+        job: WriteJob,
+        image: memoryview,
+        fd: int,
+        store: Store,
+        name: FileName | None = None,
+    ) -> _PendingWrite:
         """Start writing; see :class:`~fsdp_ckpt.writer.job.ShardWriter`."""
         if self._closed:
             raise ClosedError("the writer is closed")
         if self._connection is None or not self._connection.is_alive:
             self._connection = _Connection()
-        return self._connection.send(next(self._numbers), job, fd)
+        return self._connection.send(next(self._numbers), job, fd, name)
 
     def kill(self) -> None:
         """Kill the writer process, whose writes then fail."""

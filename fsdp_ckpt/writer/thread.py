@@ -5,17 +5,18 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from fsdp_ckpt.storage.store import Store
-from fsdp_ckpt.storage.watermark import Watermark
+from fsdp_ckpt.writer.handover import FileName, Handover
 from fsdp_ckpt.writer.job import WriteJob, run_job
 
 __all__ = ["ThreadWriter"]
 
 
 class _PendingWrite:
-    def __init__(self, watermark: Watermark, future: Future[str]) -> None:
+    def __init__(self, handover: Handover, future: Future[str]) -> None:
         self.future = future
-        self.filled = watermark.advance
-        self.fail = watermark.fail
+        self.name = handover.name
+        self.filled = handover.filled
+        self.fail = handover.fail
 
 
 class ThreadWriter:
@@ -24,11 +25,18 @@ class ThreadWriter:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(1, "fsdp_ckpt-writer")
 
-    def submit(self, job: WriteJob, image: memoryview, fd: int, store: Store) -> _PendingWrite:
+    def submit(
+        self,
+        job: WriteJob,
+        image: memoryview,
+        fd: int,
+        store: Store,
+        name: FileName | None = None,
+    ) -> _PendingWrite:
         """Start writing; see :class:`~fsdp_ckpt.writer.job.ShardWriter`."""
-        watermark = Watermark()
-        future = self._threads.submit(run_job, job, image, store, watermark.wait_for)
-        return _PendingWrite(watermark, future)
+        handover = Handover(name)
+        future = self._threads.submit(run_job, job, image, store, handover)
+        return _PendingWrite(handover, future)
 
     def close(self) -> None:
         """Finish what was submitted."""

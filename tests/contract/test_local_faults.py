@@ -50,11 +50,11 @@ def test_a_full_disk_leaves_no_file(
         store = LocalStore(str(tmp_path), direct=direct)
         free = os.statvfs(tmp_path).f_bfree
         for num_threads in (1, 2):
+            image = image_of(PAGE + 8 * BLOCK)
             with pytest.raises(StorageError, match="No space left") as caught:
                 write_shard(
-                    store,
-                    "a/shard",
-                    image_of(PAGE + 8 * BLOCK),
+                    store.write("a/shard", len(image)),
+                    image,
                     data_offset=PAGE,
                     block_bytes=BLOCK,
                     seal=lambda digests: bytes(PAGE),
@@ -124,13 +124,14 @@ def test_data_is_durable_before_the_header_and_both_before_the_name(
     store.create("a/note", b"")
     for name in ("pwrite", "fsync"):
         monkeypatch.setattr(os, name, watch(name, getattr(os, name)))
+    image = image_of(PAGE + BLOCK)
     write_shard(
-        store,
-        "a/shard",
-        image_of(PAGE + BLOCK),
+        store.write("a/shard", len(image)),
+        image,
         data_offset=PAGE,
         block_bytes=BLOCK,
         seal=lambda digests: bytes(PAGE),
+        num_threads=1,
     )
     durable = ["fsync the file", "pwrite the header", "fsync the file", "fsync the folder"]
     assert order == ["pwrite data", *durable]

@@ -587,13 +587,13 @@ def seal(digests: Sequence[str]) -> bytes:
 
 
 def write_blocks(store: Store, data: bytes, key: str = "a/shard", **options: Any) -> str:
+    image = image_of(data)
     return write_shard(
-        store,
-        key,
-        image_of(data),
+        store.write(key, len(image)),
+        image,
         data_offset=HEADER,
         block_bytes=BLOCK,
-        **({"seal": seal} | options),
+        **({"seal": seal, "num_threads": store.concurrency} | options),
     )
 
 

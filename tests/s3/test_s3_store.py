@@ -72,13 +72,14 @@ def put(store: Store, key: str, data: bytes) -> None:
 
 
 def write_blocks(store: Store, data: bytes, key: str = "a/shard") -> None:
+    image = memoryview(bytearray(HEADER) + data)
     write_shard(
-        store,
-        key,
-        memoryview(bytearray(HEADER) + data),
+        store.write(key, len(image)),
+        image,
         data_offset=HEADER,
         block_bytes=MIB,
         seal=lambda digests: ",".join(digests).encode().ljust(HEADER),
+        num_threads=store.concurrency,
     )
 
 

@@ -95,12 +95,12 @@ def write_checkpoint(
             buffer[start : start + len(chunk)] = chunk
         name = shard_name(attempt, rank, WORLD_SIZE)
         digest = write_shard(
-            store,
-            name,
+            store.write(name, len(buffer)),
             memoryview(buffer),
             data_offset=data_offset,
             block_bytes=BLOCK_BYTES,
             seal=sealer(header),
+            num_threads=1,
         )
         files.append(
             FileRow(name=name, num_bytes=len(buffer), data_offset=data_offset, digest=digest)

@@ -339,9 +339,9 @@ def test_a_head_start_copies_the_first_entries() -> None:
     tensors = {name: torch.full((5,), float(i)) for i, name in enumerate("abc")}
     layout = ImageLayout.pack((name, "F32", (5,), Box.whole((5,))) for name in tensors)
     pool = ImagePool()
-    buffer = pool.acquire(4096 + layout.data_bytes)
+    early = HeadStart(pool, 4096, layout)
+    buffer = early.buffer
     buffer.memory[:] = b"x" * len(buffer)
-    early = HeadStart(buffer, 4096, layout)
     asked = iter([False, False, True])
     early.copy(lambda entry: tensors[entry.name], lambda: next(asked), SideStreams())
     assert early.num_entries == 2
