@@ -31,19 +31,15 @@ class Handover:
     """Of one image; one thread fills it from the start, others use what is there.
 
     Args:
-        name: Of its file, where that is known already.
+        name: Of its file; by default it is told later.
     """
 
     def __init__(self, name: FileName | None = None) -> None:
+        self.is_named_later = name is None
         self._changed = threading.Condition()
         self._name = name
         self._num_bytes = 0
         self._error: BaseException | None = None
-
-    @property
-    def is_named(self) -> bool:
-        """Whether the file has a name by now."""
-        return self._name is not None
 
     def name(self, name: FileName) -> None:
         """Say what the file is called."""

@@ -147,7 +147,7 @@ def run_job(job: WriteJob, image: memoryview, store: Store, handover: Handover) 
             num_threads=job.num_threads or store.concurrency,
         )
 
-    if not handover.is_named and isinstance(store, LateNaming):
+    if handover.is_named_later and isinstance(store, LateNaming):
         unnamed = store.write_unnamed(job.num_bytes)
         if unnamed is not None:
             with suppress(NameRefusedError):
