@@ -6,7 +6,7 @@
     lazy          committed and durable
     dcp sync      dcp.save with FileSystemWriter(sync_files=True)
     dcp async     dcp.async_save with the same writer, in a thread or in a process
-    step          forward, backward and a small all-reduce; alone, and while a save is in flight
+    step          forward, backward and a small all-reduce; alone, and beside a save or a raw write
 
 All methods move the same state, in one run, round by round, on all ranks at once; the slowest rank counts.
 docs/benchmarks.md says what each figure means.
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -146,6 +147,14 @@ class SaveBench:
             if mode == "lazy" and not self.clock.warming:
                 self.clock.spans["lazy stall"].append((start, start + stall_s))
 
+    def raw_write_while_training(self) -> None:
+        """Write the same bytes between training steps: what a disk that is busy does to them by itself."""
+        with self._scratch("raw") as folder, ThreadPoolExecutor(1) as thread:
+            self._run_steps("step before raw write", NUM_STEPS)
+            write = thread.submit(self._buffer.write, folder / f"{dist.get_rank()}")
+            self._run_steps("step beside raw write", None, write.done)
+            write.result()
+
     def dcp_while_training(self) -> None:
         """Save as DCP does in the background, between training steps."""
         with self._scratch("dcp-async") as folder:
@@ -206,7 +215,12 @@ def measure(
         partial(bench.save_while_training, "lazy"),
     ]
     if not quick:
-        methods.append(bench.dcp_while_training)
+        methods += [
+            bench.raw_write_while_training,
+            bench.dcp_while_training,
+            # Once more: few steps fit beside one save, and they differ.
+            partial(bench.save_while_training, "async"),
+        ]
     spans = run_rounds(bench.clock, methods, num_rounds, before=bench.make_step)
     bench.close()
     return bench.num_bytes, spans, bench.step_s
@@ -221,7 +235,7 @@ def figures(times: Times) -> dict[str, float]:
     dcp_durable = min((n for n in dcp if n.endswith("durable")), key=median.__getitem__)
     slowdowns = {
         name: median[f"step beside {name}"] / median[f"step before {name}"]
-        for name in ("async", "lazy", "dcp async")
+        for name in ("async", "lazy", "raw write", "dcp async")
         if f"step beside {name}" in median
     }
     ratios = {
@@ -236,8 +250,9 @@ def figures(times: Times) -> dict[str, float]:
         "async_durable_over_raw": speed(times, "async durable", "raw write"),
         "lazy_step_slowdown": slowdowns["lazy"],
     }
-    if "dcp async" in slowdowns:
-        ratios["dcp_async_step_slowdown"] = slowdowns["dcp async"]
+    for name in ("raw write", "dcp async"):
+        if name in slowdowns:
+            ratios[f"{name.replace(' ', '_')}_step_slowdown"] = slowdowns[name]
     return ratios
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.host_copy import stream_copy
 from fsdp_ckpt.storage import shard_io
-from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.local import LocalStore, UnnamedLocalWriter
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
 from tests.endings import die_together
@@ -258,6 +259,13 @@ def early(root: str) -> list[dict[str, Any]]:
             store.set(f"copied {len(taken)}", "")
 
     HeadStart.copy = copy  # type: ignore[method-assign]
+    real_name, named = UnnamedLocalWriter.name, []
+
+    def name(self: UnnamedLocalWriter, key: str) -> None:
+        real_name(self, key)
+        named.append(key)
+
+    UnnamedLocalWriter.name = name  # type: ignore[method-assign]
     job = Job(root, mode="async", writer="thread")
     found = []
     # The first save of a structure has nothing to go by; then one whose header is longer than the last one's,
@@ -270,15 +278,31 @@ def early(root: str) -> list[dict[str, Any]]:
             store.wait([f"copied {number}"], datetime.timedelta(seconds=PATIENCE_S))
         expected = job.bits()
         if note == "twice":
-            found.append({**outcome(job.manager.save), "taken": taken[-1]})
+            found.append({**outcome(job.manager.save), "taken": taken[-1], "named": len(named)})
             continue
         handle = job.manager.save()
         job.spoil()
         handle.wait()
         job.manager.restore()
-        found.append({"same": job.bits() == expected, "taken": taken[-1] if taken else None})
+        found.append(
+            {
+                "same": job.bits() == expected,
+                "taken": taken[-1] if taken else None,
+                "named": len(named),
+            }
+        )
     job.manager.close()
+    assert not [path for path in open_files() if path.startswith(root)]  # nor any without a name
     return found
+
+
+def open_files() -> list[str]:
+    """Return what this process has open; what has no name is called "#number (deleted)"."""
+    paths = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return paths
 
 
 def digested(root: str) -> dict[str, list[int]]:
@@ -337,6 +361,10 @@ def test_copying_begins_before_all_ranks_have_agreed(tmp_path: Path) -> None:
     assert first[0]["taken"] is None
     assert len({f["taken"] for f in first[1:]}) == 1
     assert first[1]["taken"] > 5
+    # The file that was begun early is the one that is named, unless nothing was expected, or another header:
+    # the notes are in rank 0's.
+    assert [f["named"] for f in first] == [0, 1, 1, 1, 2]
+    assert [f["named"] for f in second] == [0, 1, 2, 2, 3]
 
 
 def slow_storage(root: str, on_busy: str) -> dict[str, Any]:

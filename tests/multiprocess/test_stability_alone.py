@@ -485,7 +485,7 @@ def test_a_failing_save_deletes_nothing(tmp_path: Path) -> None:
     """What cannot be written costs no checkpoint; the next one that is committed does."""
     root = LocalStore(str(tmp_path))
     keep, save = RetentionPolicy(last=1), SavePolicy(on_signal=False)
-    with FaultPlan(Fault("fail", verbs=("write",), key="step-000000003/*", count=1)) as plan:
+    with FaultPlan(Fault("fail", verbs=("name",), key="step-000000003/*", count=1)) as plan:
         job = Job(FaultStore(root, plan), keep=keep, save=save)
         for step in (1, 2):
             job.state.progress.advance()
