@@ -7,6 +7,9 @@ Messages in: ``write`` (id, job, name or null; with the image's descriptor), ``n
 Messages out: ``done`` (id, digest), ``failed`` (id, error).
 
 When the trainer is gone the socket ends: images that are filled are persisted, the others given up.
+
+Training comes first, for the processor and for the disk. But as long as an image is being filled training
+stands still, and a disk that waits for someone to give it work makes that no shorter.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from fsdp_ckpt.errors import StorageError, error_to_json
+from fsdp_ckpt.storage.local import LocalStore
 from fsdp_ckpt.writer.channel import Channel
 from fsdp_ckpt.writer.handover import FileName, Handover
 from fsdp_ckpt.writer.job import WriteJob, run_job
@@ -33,7 +37,8 @@ Jobs: TypeAlias = "queue.SimpleQueue[tuple[int, WriteJob, int, Handover] | None]
 
 MAX_QUEUED = 1000
 MAX_MAPPED = 2
-NICENESS = 10
+# Of threads that stand back: above that of the trainer, which this process begins with.
+NICENESS = min(os.getpriority(os.PRIO_PROCESS, 0) + 10, 19)
 # ioprio_set(2): this process, best effort, the lowest level.
 _SYS_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LOWEST = (2 << 13) | 7
@@ -42,7 +47,7 @@ _BEST_EFFORT_LOWEST = (2 << 13) | 7
 def main(arguments: list[str]) -> int:
     """Serve the trainer at the other end of descriptor ``arguments[0]`` until it is gone."""
     channel = Channel(socket.socket(fileno=int(arguments[0])))
-    _lower_priority()
+    _lower_io_priority()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a session that ends with the trainer
     jobs: Jobs = queue.SimpleQueue()
     worker = threading.Thread(target=_work, args=(channel, jobs), name="fsdp_ckpt-jobs")
@@ -93,7 +98,11 @@ def _work(channel: Channel, jobs: Jobs) -> None:
         number, job, fd, handover = item
         try:
             image = images.view(fd)[: job.num_bytes]
-            digest = run_job(job, image, job.open_store(), handover)
+            store = job.open_store()
+            if not isinstance(store, LocalStore):
+                # Its client takes processor time, in threads of its own.
+                _stand_back(all_threads=True)
+            digest = run_job(job, image, store, handover, _stand_back)
             answer = {"kind": "done", "id": number, "digest": digest}
         except Exception as e:  # whatever it is, the trainer must hear of it
             answer = {"kind": "failed", "id": number, "error": error_to_json(e)}
@@ -124,12 +133,16 @@ class _Images:
         return view
 
 
-def _lower_priority() -> None:
-    """Training comes first, for the processor and for the disk.
+def _stand_back(*, all_threads: bool = False) -> None:
+    """Let training have the processor; there is no way back, nor need of one: each image has new threads."""
+    threads = os.listdir("/proc/self/task") if all_threads else [threading.get_native_id()]
+    for thread in map(int, threads):
+        with suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
 
-    All threads alike: one that holds the interpreter lock and does not get to run would stop the others.
-    """
-    os.nice(NICENESS)
+
+def _lower_io_priority() -> None:
+    """Of this thread, and of those that it will start."""
     number = _SYS_IOPRIO_SET.get(os.uname().machine)
     if number is not None:
         ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LOWEST)

@@ -38,7 +38,7 @@ class Handover:
         self.is_named_later = name is None
         self._changed = threading.Condition()
         self._name = name
-        self._num_bytes = 0
+        self.num_bytes = 0  # filled so far
         self._error: BaseException | None = None
 
     def name(self, name: FileName) -> None:
@@ -51,7 +51,7 @@ class Handover:
         """Say that the first ``num_bytes`` are there."""
         with self._changed:
             if self._error is None:  # what comes after a gap is not filled from the start
-                self._num_bytes = max(self._num_bytes, num_bytes)
+                self.num_bytes = max(self.num_bytes, num_bytes)
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -77,7 +77,7 @@ class Handover:
         Raises:
             StorageError: The filling ended before.
         """
-        self._wait(lambda: self._num_bytes >= num_bytes)
+        self._wait(lambda: self.num_bytes >= num_bytes)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         with self._changed:

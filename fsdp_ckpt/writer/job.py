@@ -115,8 +115,21 @@ class ShardWriter(Protocol):
         ...
 
 
-def run_job(job: WriteJob, image: memoryview, store: Store, handover: Handover) -> str:
+def run_job(
+    job: WriteJob,
+    image: memoryview,
+    store: Store,
+    handover: Handover,
+    stand_back: Callable[[], None] = lambda: None,
+) -> str:
     """Write the file; return the digest of its header.
+
+    Args:
+        job: What to write.
+        image: The file's bytes.
+        store: Where to.
+        handover: What the trainer says of the image.
+        stand_back: Called by threads that go on when all is filled, and the trainer does something else.
 
     Raises:
         CheckpointError: The store failed, or the image was not finished; no file is there.
@@ -134,6 +147,11 @@ def run_job(job: WriteJob, image: memoryview, store: Store, handover: Handover) 
         header[at : at + len(filling)] = filling
         return bytes(header)
 
+    def wait_filled(num_bytes: int) -> None:
+        handover.wait_filled(num_bytes)
+        if handover.num_bytes >= job.num_bytes:
+            stand_back()
+
     def write(writer: ObjectWriter, *beside: Callable[[], None]) -> str:
         return write_shard(
             writer,
@@ -142,7 +160,7 @@ def run_job(job: WriteJob, image: memoryview, store: Store, handover: Handover) 
             block_bytes=job.block_bytes,
             known=known,
             seal=seal,
-            wait_filled=handover.wait_filled,
+            wait_filled=wait_filled,
             beside=beside,
             num_threads=job.num_threads or store.concurrency,
         )
