@@ -206,6 +206,7 @@ class Stager:
         place.is_used = True
         staged = threading.Event()
         try:
+            streams = SideStreams()
             image = begin(self._pool, place.head_start)
         except BaseException as e:
             self._give_up_early(place)
@@ -225,7 +226,6 @@ class Stager:
             written.append(image.name)
 
         try:
-            streams = SideStreams()
             pending = self._write(place, image, folder, mode)
         except BaseException as e:
             forget()

@@ -28,6 +28,8 @@ __all__ = ["LocalStore"]
 
 # Files and reads below this go through the page cache: opening the file twice would cost more.
 DIRECT_BYTES = 1024 * 1024
+# Roots where a file that had no name could not get one: it is tried once, not with every file.
+_nameless: set[str] = set()
 
 
 class LocalStore:
@@ -83,6 +85,8 @@ class LocalStore:
 
     def write_unnamed(self, num_bytes: int) -> UnnamedLocalWriter | None:
         """Start a new file that has no name yet: it is gone with the process that writes it."""
+        if self.url in _nameless:
+            return None
         try:
             return UnnamedLocalWriter(self.url, num_bytes, self._new_path, direct=self._direct)
         except OSError:
@@ -254,6 +258,7 @@ class UnnamedLocalWriter(LocalWriter):
         *,
         direct: bool | None = None,
     ) -> None:
+        self._folder = folder
         self._new_path = new_path
         self._is_named = False
         super().__init__(folder, num_bytes, direct=direct)
@@ -267,14 +272,15 @@ class UnnamedLocalWriter(LocalWriter):
 
     def name(self, key: str) -> None:
         """Link the file to its path."""
-        path = self._new_path(key)
-        with mapped_os_errors(path):
+        with mapped_os_errors(os.path.join(self._folder, key)):
+            path = self._new_path(key)
             try:
                 # Given a folder's descriptor Python calls linkat, which alone follows that symbolic link.
                 os.link(self._reopened, path, src_dir_fd=self._fd, follow_symlinks=True)
             except FileExistsError:
                 raise
             except OSError as e:
+                _nameless.add(self._folder)
                 raise NameRefusedError(f"{path}: {e.strerror or e}", key=path) from e
         self._path, self._is_named = path, True
 

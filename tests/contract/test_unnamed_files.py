@@ -15,7 +15,7 @@ import pytest
 from fsdp_ckpt.errors import AlreadyCommittedError, CorruptCheckpointError, StorageError
 from fsdp_ckpt.storage.fsspec_store import FsspecStore
 from fsdp_ckpt.storage.local import LocalStore
-from fsdp_ckpt.storage.store import NameRefusedError, Store
+from fsdp_ckpt.storage.store import Store
 from fsdp_ckpt.writer import FileName, ProcessWriter, ShardWriter, ThreadWriter, WriteJob
 from fsdp_ckpt.writer.job import NO_DIGEST
 from tests.local_files import BLOCK, PAGE, WAYS, image_of, mounted
@@ -202,7 +202,7 @@ def test_a_trainer_that_is_gone_leaves_nothing_without_a_name(
 def test_a_file_system_may_refuse_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """As where /proc is not mounted: the file is then written anew, under its name."""
+    """The file is then written anew, under its name."""
     refused = []
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -210,20 +210,29 @@ def test_a_file_system_may_refuse_the_name(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", refuse)
-    store, writer, image = LocalStore(str(tmp_path)), ThreadWriter(), image_of(NUM_BYTES)
-    unnamed = store.write_unnamed(1)
-    assert unnamed is not None
-    with pytest.raises(NameRefusedError):
-        unnamed.name("k")
-    unnamed.abort()
-    pending = begin(writer, store, image)
-    pending.name(NAME)
-    pending.filled(len(image))
-    assert outcome(pending.future) == "written"
-    assert len(refused) == 2
-    assert tree(store) == {NAME.key}
-    assert store.read(NAME.key) == image
+    store, writer = LocalStore(str(tmp_path)), ThreadWriter()
+    names = [NAME, FileName("a/b/another", digests_at=0)]
+    for name in names:
+        image = image_of(NUM_BYTES)
+        pending = begin(writer, store, image)
+        pending.name(name)
+        pending.filled(len(image))
+        assert outcome(pending.future) == "written"
+        assert store.read(name.key) == image
+    assert len(refused) == 1  # not tried again
+    assert tree(store) == {name.key for name in names}
     writer.close()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    """As an error of the store, which names the path."""
+    store = LocalStore(str(tmp_path))
+    store.create("a", b"no folder")
+    writer = store.write_unnamed(1)
+    assert writer is not None
+    with pytest.raises(StorageError, match=f"{tmp_path}/a/b/shard"):
+        writer.name(NAME.key)
+    writer.abort()
 
 
 def test_a_file_system_may_have_no_files_without_a_name(
