@@ -40,6 +40,9 @@ from fsdp_ckpt.options import SaveMode, WriterKind
 from fsdp_ckpt.testing import over_tcp, run_ranks
 
 NUM_RANKS = 4
+# After DCP has freed what it staged: a kernel that gives free memory back to its host does so in bursts, for
+# seconds, each of which makes a step half as long again. Per GiB of state.
+SETTLE_S = 2.5
 # Undisturbed steps before a save in flight; and those between two optimizer steps, as micro-batches are.
 NUM_STEPS, NUM_MICRO_STEPS = 8, 16
 GOALS = {
@@ -123,6 +126,7 @@ class SaveBench:
             self.clock.stop(f"dcp async {kind.value} stall", start)
             saving.result()
             self.clock.stop(f"dcp async {kind.value} durable", start)
+        self._settle()
 
     def save_while_training(self, mode: SaveMode) -> None:
         """Save between training steps; after some of them comes the optimizer's step.
@@ -164,6 +168,10 @@ class SaveBench:
             self._run_steps("step beside dcp async", None, saving.done)
             saving.result()
             self.clock.stop("dcp async durable, training", start)
+        self._settle()
+
+    def _settle(self) -> None:
+        time.sleep(SETTLE_S * self.num_bytes * NUM_RANKS / 2**30)
 
     def _save(self, mode: SaveMode) -> SaveHandle:
         self._training.state.progress.advance(samples=1)
@@ -204,23 +212,20 @@ def measure(
     kinds = [AsyncCheckpointerType.THREAD]
     if not quick:
         kinds.append(AsyncCheckpointerType.PROCESS)
+    save_beside_steps = partial(bench.save_while_training, "async")
+    more = [bench.raw_write_while_training, save_beside_steps]  # few steps fit beside one save
     methods: list[Callable[[], None]] = [
         bench.memcpy,
         bench.raw_write,
         partial(bench.save, "sync"),
         partial(bench.save, "async"),
+        save_beside_steps,
+        partial(bench.save_while_training, "lazy"),
+        *([] if quick else more),
         bench.dcp_sync,
         *(partial(bench.dcp_async, kind) for kind in kinds),
-        partial(bench.save_while_training, "async"),
-        partial(bench.save_while_training, "lazy"),
+        *([] if quick else [bench.dcp_while_training]),
     ]
-    if not quick:
-        methods += [
-            bench.raw_write_while_training,
-            bench.dcp_while_training,
-            # Once more: few steps fit beside one save, and they differ.
-            partial(bench.save_while_training, "async"),
-        ]
     spans = run_rounds(bench.clock, methods, num_rounds, before=bench.make_step)
     bench.close()
     return bench.num_bytes, spans, bench.step_s
