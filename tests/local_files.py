@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_ckpt.storage.local import DIRECT_BYTES, LocalStore
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.local_writer import DIRECT_BYTES
 from fsdp_ckpt.storage.shard_io import digest, write_shard
 from tests.shards import read_ranges
 

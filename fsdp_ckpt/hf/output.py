@@ -36,7 +36,8 @@ from fsdp_ckpt.hf.occupied import (
     remove_weights,
 )
 from fsdp_ckpt.storage.durable import fsync_dir
-from fsdp_ckpt.storage.local import LocalStore, mapped_os_errors
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.local_writer import mapped_os_errors
 from fsdp_ckpt.storage.store import ObjectWriter, Store
 
 __all__ = ["OutputFolder", "open_output", "read_companions"]

@@ -17,7 +17,8 @@ import pytest
 from fsdp_ckpt.errors import (
     StorageError,
 )
-from fsdp_ckpt.storage.local import DIRECT_BYTES, LocalStore
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.local_writer import DIRECT_BYTES
 from tests.local_files import (
     BLOCK,
     PAGE,

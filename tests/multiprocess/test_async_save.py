@@ -29,7 +29,8 @@ from fsdp_ckpt.plan.image import BLOCK_BYTES
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.snapshot.host_copy import stream_copy
 from fsdp_ckpt.storage import shard_io
-from fsdp_ckpt.storage.local import LocalStore, UnnamedLocalWriter
+from fsdp_ckpt.storage.local import LocalStore
+from fsdp_ckpt.storage.local_writer import UnnamedLocalWriter
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
 from tests.endings import die_together

@@ -121,7 +121,7 @@ def test_a_store_that_fails_publishes_nothing(
     def fail(self: object, byte_offset: int, data: memoryview) -> None:
         raise StorageError("no space left")
 
-    monkeypatch.setattr("fsdp_ckpt.storage.local.LocalWriter.write_at", fail)
+    monkeypatch.setattr("fsdp_ckpt.storage.local_writer.LocalWriter.write_at", fail)
     with pytest.raises(StorageError, match="no space left"):
         export(model, tmp_path / "out")
     assert [p for p in (tmp_path / "out").rglob("*") if p.is_file()] == []
