@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from fsdp_ckpt.storage.local import LocalStore
@@ -135,16 +136,19 @@ def run_job(
         CheckpointError: The store failed, or the image was not finished; no file is there.
     """
 
+    @cache  # asked for each block
+    def digests_at() -> int:
+        return handover.wait_named().digests_at
+
     def known(block: int) -> str | None:
-        at = handover.wait_named().digests_at + block * len(NO_DIGEST)
+        at = digests_at() + block * len(NO_DIGEST)
         found = bytes(image[at : at + len(NO_DIGEST)]).decode()
         return None if found == NO_DIGEST else found
 
     def seal(digests: Sequence[str]) -> bytes:
         header = bytearray(image[: job.data_offset])
         filling = "".join(digests).encode()
-        at = handover.wait_named().digests_at
-        header[at : at + len(filling)] = filling
+        header[digests_at() : digests_at() + len(filling)] = filling
         return bytes(header)
 
     def wait_filled(num_bytes: int) -> None:

@@ -12,7 +12,6 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from fsdp_ckpt.storage.local_writer import UnnamedLocalWriter
 from fsdp_ckpt.testing import run_ranks
 from tests.bits import live_bits
 from tests.endings import die_together
+from tests.local_files import open_files
 
 pytestmark = [pytest.mark.few_ranks, pytest.mark.slow]
 
@@ -295,15 +295,6 @@ def early(root: str) -> list[dict[str, Any]]:
     job.manager.close()
     assert not [path for path in open_files() if path.startswith(root)]  # nor any without a name
     return found
-
-
-def open_files() -> list[str]:
-    """Return what this process has open; what has no name is called "#number (deleted)"."""
-    paths = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
-            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return paths
 
 
 def digested(root: str) -> dict[str, list[int]]:

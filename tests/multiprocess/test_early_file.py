@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from fsdp_ckpt.saving import staging
 from fsdp_ckpt.snapshot.head_start import HeadStart
 from fsdp_ckpt.testing import run_ranks
 from fsdp_ckpt.writer import ProcessWriter, ThreadWriter
+from tests.local_files import open_files
 
 PATIENCE_S = 60.0
 WRITERS: tuple[WriterKind, ...] = ("thread", "process")
@@ -92,12 +92,3 @@ def test_a_copy_that_fails_early_is_made_anew(tmp_path: Path, mode: SaveMode) ->
     """What is in the file already is written once more."""
     for found in run_ranks(spoiled, 2, str(tmp_path), mode).values:
         assert found == [True, True, True, True]
-
-
-def open_files() -> list[str]:
-    """Return what this process has open."""
-    paths = []
-    for fd in os.listdir("/proc/self/fd"):
-        if os.path.islink(f"/proc/self/fd/{fd}"):  # that of the listing itself is closed
-            paths.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return paths
